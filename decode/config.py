@@ -1,0 +1,113 @@
+"""What the subcommands of spec-decode are told."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from .params import SamplingParams
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig:
+    """Answer prompts with a target and its draft.
+
+    Args:
+        pair: a pair's folder; or the folder or hub id of any draft, together with target
+        target: the target, a folder or a hub id; null takes the one that the pair names
+        prompt: the prompt; without it and without prompts, stdin is one
+        prompts: many prompts: a .jsonl or .txt file, - for stdin with one a line, or an embedded set
+        sampling: how to choose tokens
+        num_draft_tokens: tokens proposed a round; null takes the pair's
+        stream: print the text while it is generated
+        show_accepted: colour the text by where it came from: drafted and accepted, corrected, bonus
+        dtype: of both models; auto keeps each checkpoint's
+    """
+
+    pair: str
+    target: str | None = None
+    prompt: str | None = None
+    prompts: str | None = None
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    num_draft_tokens: int | None = None
+    stream: bool = False
+    show_accepted: bool = False
+    dtype: Dtype = "auto"
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for what cannot be meant together."""
+        if self.prompt is not None and self.prompts is not None:
+            raise ValueError("prompt: given together with prompts; give one of them")
+        if self.prompt is not None and not self.prompt.strip():
+            raise ValueError("prompt: is empty; give some text")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateConfig:
+    """Measure how often the target accepts the draft, and what that is worth on this machine.
+
+    Args:
+        pair: the pair's folder; what is measured is also written into its pair.json
+        target: the target, a folder or a hub id; null takes the one that the pair names
+        prompts: an embedded set (service, general) or a .jsonl or .txt file; only its held-out prompts if it marks any
+        responses: what `spec-distill respond` wrote with the same sampling, instead of generating target text
+        sampling: the sampling parameters to measure at
+        num_draft_tokens: tokens proposed a round; null takes the pair's
+        batch_size: prompts decoded at a time
+        num_decoded_prompts: prompts decoded speculatively to count acceptance; alpha is computed on all
+        output: JSON file for all figures
+        dtype: of both models; auto keeps each checkpoint's
+    """
+
+    pair: str
+    target: str | None = None
+    prompts: str = "service"
+    responses: str | None = None
+    sampling: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=1.0))
+    num_draft_tokens: int | None = None
+    batch_size: int = 16
+    num_decoded_prompts: int = 32
+    output: str | None = None
+    dtype: Dtype = "auto"
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a value that cannot be meant."""
+        for name in ("batch_size", "num_decoded_prompts"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: {getattr(self, name)} is not possible; give 1 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchConfig:
+    """Time plain against speculative decoding, one prompt at a time, turn by turn in one process.
+
+    Args:
+        pair: the pair's folder; or the folder or hub id of any draft, together with target
+        target: the target, a folder or a hub id; null takes the one that the pair names
+        prompts: an embedded set (service, general) or a .jsonl or .txt file; only its held-out prompts if it marks any
+        num_prompts: repetitions, each on a prompt of its own
+        temperatures: settings to time; 0 is greedy
+        top_p: for the settings above temperature 0
+        max_new_tokens: length of each text at most
+        num_draft_tokens: tokens proposed a round; null takes the pair's
+        output: JSON file for all figures
+        dtype: of both models; auto keeps each checkpoint's
+    """
+
+    pair: str
+    target: str | None = None
+    prompts: str = "service"
+    num_prompts: int = 8
+    temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
+    top_p: float = 1.0
+    max_new_tokens: int = 128
+    num_draft_tokens: int | None = None
+    output: str | None = None
+    dtype: Dtype = "auto"
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a value that cannot be meant."""
+        if self.num_prompts < 5:
+            raise ValueError(f"num_prompts: {self.num_prompts} is too few for a median; give 5 or more")
+        if not self.temperatures:
+            raise ValueError("temperatures: is empty; give some, such as [0, 1]")

@@ -1,0 +1,234 @@
+"""Acceptance: computed from p and q on the target's text, and counted while decoding."""
+
+import json
+import logging
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .config import EvaluateConfig
+from .costs import Costs, measure_costs
+from .decoder import SpeculativeDecoder
+from .pair import Pair
+from .params import SamplingParams
+from .progress import ProgressBar
+from .prompts import Prompt, encode, load_prompts
+from .sampling import next_token_distribution
+from .speculative import Trace
+
+logger = logging.getLogger(__name__)
+
+Interval = tuple[float, float]
+# tokens whose two full distributions exist at a time
+CHUNK_TOKENS = 512
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What `evaluate` found.
+
+    Attributes:
+        prompts: which prompts, and how many.
+        num_tokens: response tokens that alpha is a mean over.
+        alpha: mean of sum_v min(p, q) over positions of target-distributed text.
+        alpha_interval: 95%, bootstrap over prompts.
+        betas: acceptance counted at each position of a round, given that it was reached.
+        block_efficiency: tokens committed per target pass, the bonus token included; counted.
+        block_efficiency_interval: 95%, bootstrap over prompts.
+        first_position_interval: 95% interval of betas[0], which alpha predicts.
+        counts: drafted, judged, accepted and committed tokens, and target passes.
+        num_draft_tokens: tokens proposed a round.
+        costs: measured here.
+        predicted_speedup: by num_draft_tokens, from 1.
+        sampling: the sampling parameters.
+    """
+
+    prompts: str
+    num_prompts: int
+    num_tokens: int
+    alpha: float
+    alpha_interval: Interval
+    betas: list[float]
+    block_efficiency: float
+    block_efficiency_interval: Interval
+    first_position_interval: Interval
+    counts: dict[str, int]
+    num_draft_tokens: int
+    costs: Costs
+    predicted_speedup: list[float]
+    sampling: SamplingParams
+
+    @property
+    def best_num_draft_tokens(self) -> int:
+        return 1 + int(np.argmax(self.predicted_speedup))
+
+
+def evaluate(config: EvaluateConfig) -> Evaluation:
+    """Measure a pair's acceptance, and record it in its pair.json.
+
+    Raises:
+        ValueError: a pair, model, prompt set or responses that are missing or do not fit.
+    """
+    decoder = SpeculativeDecoder.from_pretrained(
+        config.target, config.pair, num_draft_tokens=config.num_draft_tokens, dtype=config.dtype
+    )
+    prompts = heldout_prompts(config.prompts)
+    encoded = [encode(decoder.tokenizer, prompt.messages) for prompt in prompts]
+    texts = _saved_texts(config) if config.responses else _generated_texts(decoder, encoded, config)
+    alphas = _alphas_on_texts(decoder, texts, config)
+    traces = _decode(decoder, encoded[: config.num_decoded_prompts], config)
+    costs = measure_costs(decoder, config.sampling)
+    total = sum(traces, Trace())
+    lengths = np.array([len(text_alphas) for text_alphas in alphas])
+    sums = np.array([float(text_alphas.sum()) for text_alphas in alphas])
+    result = Evaluation(
+        prompts=config.prompts,
+        num_prompts=len(texts),
+        num_tokens=int(lengths.sum()),
+        alpha=float(sums.sum() / lengths.sum()),
+        alpha_interval=bootstrap_interval(sums, lengths),
+        betas=total.betas,
+        block_efficiency=total.block_efficiency,
+        block_efficiency_interval=bootstrap_interval(
+            np.array([trace.num_committed for trace in traces]),
+            np.array([trace.num_target_passes for trace in traces]),
+        ),
+        first_position_interval=bootstrap_interval(
+            np.array([sum(trace.accepted[:1]) for trace in traces]),
+            np.array([sum(trace.reached[:1]) for trace in traces]),
+        ),
+        counts={
+            "target_passes": total.num_target_passes,
+            "drafted": total.num_drafted,
+            "judged": sum(total.reached),
+            "accepted": sum(total.accepted),
+            "committed": total.num_committed,
+        },
+        num_draft_tokens=decoder.engine.num_draft_tokens,
+        costs=costs,
+        predicted_speedup=[costs.predicted_speedup(total.betas, gamma) for gamma in range(1, len(costs.target_pass))],
+        sampling=config.sampling,
+    )
+    _record(result, config)
+    return result
+
+
+def heldout_prompts(source: str) -> list[Prompt]:
+    """The prompts of a set that are marked as held out; all of them when none is marked."""
+    prompts = load_prompts(source)
+    return [prompt for prompt in prompts if prompt.split == "heldout"] or prompts
+
+
+def bootstrap_interval(numerators: np.ndarray, denominators: np.ndarray, seed: int = 0) -> Interval:
+    """95% percentile interval of sum(numerators) / sum(denominators) when the prompts are drawn anew.
+
+    Args:
+        numerators, denominators: one entry per prompt; resampled together, 2,000 times.
+        seed: of the resampling.
+    """
+    rows = np.random.default_rng(seed).integers(len(numerators), size=(2000, len(numerators)))
+    with np.errstate(invalid="ignore"):
+        ratios = numerators[rows].sum(axis=1) / denominators[rows].sum(axis=1)
+    low, high = np.nanpercentile(ratios, [2.5, 97.5])
+    return float(low), float(high)
+
+
+def _saved_texts(config: EvaluateConfig) -> list[tuple[list[int], int]]:
+    """Held-out texts of `spec-distill respond`: ids, and where the response begins."""
+    import datasets
+
+    folder = Path(config.responses or "")
+    if not (folder / "respond.json").is_file():
+        raise ValueError(f"responses {folder}: not there; give a folder that `spec-distill respond` finished")
+    made_with = json.loads((folder / "respond.json").read_text())["settings"]
+    for name, wanted in asdict(config.sampling).items():
+        if name not in ("seed",) and made_with["sampling"][name] != wanted:
+            raise ValueError(
+                f"sampling.{name}: {wanted} differs from {made_with['sampling'][name]}, with which {folder} was made: "
+                "alpha belongs to text sampled as it will be served; leave responses out, or make them anew"
+            )
+    if made_with["prompts"] != config.prompts:
+        raise ValueError(f"prompts: {config.prompts!r} are not those of {folder}, made for {made_with['prompts']!r}")
+    rows = datasets.load_from_disk(str(folder / "heldout")).select_columns(["input_ids", "response_mask"])
+    return [(row["input_ids"], row["response_mask"].index(True)) for row in rows]
+
+
+def _generated_texts(
+    decoder: SpeculativeDecoder, encoded: list[list[int]], config: EvaluateConfig
+) -> list[tuple[list[int], int]]:
+    texts = []
+    # plain decoding shares nothing between rows: a larger batch than speculative decoding's is cheap
+    size = 4 * config.batch_size
+    with ProgressBar("target text", len(encoded)) as bar:
+        for start in range(0, len(encoded), size):
+            batch = encoded[start : start + size]
+            completions = decoder.plain.generate_ids(
+                batch,
+                config.sampling,
+                streams=list(range(start, start + len(batch))),
+                on_token=lambda rows: bar.advance(rows / config.sampling.max_new_tokens),
+            )
+            texts += [
+                (prompt + completion.ids, len(prompt)) for prompt, completion in zip(batch, completions, strict=True)
+            ]
+            bar.set(start + len(batch))
+    return texts
+
+
+@torch.inference_mode()
+def _alphas_on_texts(
+    decoder: SpeculativeDecoder, texts: list[tuple[list[int], int]], config: EvaluateConfig
+) -> list[Tensor]:
+    """sum_v min(p, q) before each response token, fp32 [response] per text."""
+    alphas = []
+    with ProgressBar("alpha", len(texts)) as bar:
+        for ids, start in texts:
+            tokens = torch.tensor([ids[:-1]], device=decoder.target.device)
+            p_logits = decoder.target(input_ids=tokens, use_cache=False).logits[0, start - 1 :]
+            q_logits = decoder.proposer.score(tokens)[0, start - 1 :]
+            chunks = [
+                _alpha(decoder, p_chunk, q_chunk, config.sampling)
+                for p_chunk, q_chunk in zip(
+                    torch.split(p_logits, CHUNK_TOKENS), torch.split(q_logits, CHUNK_TOKENS), strict=True
+                )
+            ]
+            alphas.append(torch.cat(chunks))
+            bar.advance(1)
+    return alphas
+
+
+def _alpha(decoder: SpeculativeDecoder, p_logits: Tensor, q_logits: Tensor, params: SamplingParams) -> Tensor:
+    p = next_token_distribution(p_logits, params.temperature, params.top_k, params.top_p)
+    q = next_token_distribution(q_logits, params.temperature, params.top_k, params.top_p)
+    token_ids = decoder.proposer.draft_vocab
+    return torch.minimum(p if token_ids is None else p[:, token_ids], q).sum(dim=-1)
+
+
+def _decode(decoder: SpeculativeDecoder, encoded: list[list[int]], config: EvaluateConfig) -> list[Trace]:
+    traces: list[Trace] = []
+    with ProgressBar("speculative decoding", len(encoded)) as bar:
+        for start in range(0, len(encoded), config.batch_size):
+            batch = encoded[start : start + config.batch_size]
+            # another seed a batch: rows draw from streams numbered within the batch
+            params = replace(config.sampling, seed=config.sampling.seed + start)
+            traces += decoder.engine.generate_ids(batch, params)[1]
+            bar.set(start + len(batch))
+    return traces
+
+
+def _record(result: Evaluation, config: EvaluateConfig) -> None:
+    figures: dict[str, Any] = {**asdict(result), "best_num_draft_tokens": result.best_num_draft_tokens}
+    if config.output:
+        path = Path(config.output)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(figures, indent=2) + "\n")
+    folder = Path(config.pair)
+    pair = Pair.load(folder)
+    pair.measured = figures
+    if config.num_draft_tokens is None:
+        pair.num_draft_tokens = result.best_num_draft_tokens
+    pair.save(folder)

@@ -1,0 +1,69 @@
+"""`spec-decode generate`: prompts in, text out."""
+
+import logging
+import sys
+from collections.abc import Iterable
+from time import perf_counter
+
+from rich.console import Console
+from rich.text import Text
+
+from .config import GenerateConfig
+from .decoder import Piece, SpeculativeDecoder
+from .prompts import Prompt, as_messages, load_prompts
+from .speculative import Trace
+
+logger = logging.getLogger(__name__)
+
+STYLES = {"accepted": "green", "corrected": "red", "bonus": "cyan"}
+
+
+def generate(config: GenerateConfig) -> None:
+    """Print an answer to each prompt on stdout, and what it took on stderr.
+
+    Raises:
+        ValueError: a pair, model or prompt that is missing or does not fit.
+    """
+    prompts = _prompts(config)
+    decoder = SpeculativeDecoder.from_pretrained(
+        config.target, config.pair, num_draft_tokens=config.num_draft_tokens, dtype=config.dtype
+    )
+    console = Console(highlight=False, soft_wrap=True)
+    if config.show_accepted:
+        legend = Text("drafted and accepted", STYLES["accepted"]) + Text(", ") + Text("corrected", STYLES["corrected"])
+        console.print(legend + Text(", ") + Text("bonus", STYLES["bonus"]) + Text("\n"))
+    for number, prompt in enumerate(prompts):
+        if len(prompts) > 1:
+            console.print(Text(("\n" if number else "") + f"# {prompt.id}", "bold"))
+        _answer(decoder, prompt, config, console)
+
+
+def _answer(decoder: SpeculativeDecoder, prompt: Prompt, config: GenerateConfig, console: Console) -> None:
+    trace, started = Trace(), perf_counter()
+    pieces: Iterable[Piece] = decoder.stream(prompt.messages, config.sampling, trace)
+    for piece in pieces if config.stream else list(pieces):
+        console.print(Text(piece.text, STYLES[piece.provenance] if config.show_accepted else ""), end="")
+    console.print()
+    seconds = perf_counter() - started
+    logger.info(
+        "%d tokens in %.1f s (%.1f tokens/s), %.2f per target pass; %d of %d drafted tokens accepted",
+        trace.num_committed,
+        seconds,
+        trace.num_committed / seconds,
+        trace.block_efficiency,
+        sum(trace.accepted),
+        trace.num_drafted,
+    )
+
+
+def _prompts(config: GenerateConfig) -> list[Prompt]:
+    if config.prompts is not None:
+        return load_prompts(config.prompts)
+    text = config.prompt
+    if text is None:
+        if sys.stdin.isatty():
+            raise ValueError("prompt: none given; use --prompt, --prompts, or write one to stdin")
+        text = sys.stdin.read().strip()
+        if not text:
+            raise ValueError("prompt: stdin is empty; write a prompt to it, or use --prompt")
+    return [Prompt("prompt", as_messages(text))]

@@ -1,0 +1,194 @@
+"""A pair on disk: a draft, and `pair.json`, which names its target and what was measured."""
+
+import hashlib
+import json
+import logging
+import os
+import re
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+logger = logging.getLogger(__name__)
+
+FORMAT_VERSION = 1
+HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+@dataclass
+class Pair:
+    """What `pair.json` says.
+
+    Attributes:
+        target: "id" (hub name or folder), "revision", and hashes of its "config" and "tokenizer".
+        num_draft_tokens: tokens to draft a round unless the caller says otherwise.
+        sampling: the sampling parameters the draft was made for.
+        measured: what `spec-decode evaluate` found: acceptance with interval, prompt set, hardware.
+        provenance: the resolved config, command, versions and git sha behind the draft.
+    """
+
+    target: dict[str, str | None]
+    draft_kind: str = "model"
+    num_draft_tokens: int = 3
+    sampling: dict[str, Any] = field(default_factory=dict)
+    measured: dict[str, Any] = field(default_factory=dict)
+    provenance: dict[str, Any] = field(default_factory=dict)
+
+    def save(self, folder: Path) -> None:
+        """Write `pair.json` in one step, so that a reader sees the old one or the new one."""
+        temporary = folder / ".pair.json.partial"
+        temporary.write_text(json.dumps({"format_version": FORMAT_VERSION, **asdict(self)}, indent=2) + "\n")
+        os.replace(temporary, folder / "pair.json")
+
+    @classmethod
+    def load(cls, folder: Path) -> "Pair":
+        """Read `folder/pair.json`.
+
+        Raises:
+            ValueError: there is none, or it is not one we understand.
+        """
+        path = folder / "pair.json"
+        if not path.is_file():
+            raise ValueError(f"pair {folder}: holds no pair.json; give the folder that `spec-distill` wrote")
+        try:
+            content = json.loads(path.read_text())
+            version = content.pop("format_version")
+            if version != FORMAT_VERSION:
+                raise ValueError(f"format_version is {version}, this release reads {FORMAT_VERSION}")
+            return cls(**content)
+        except (KeyError, TypeError, json.JSONDecodeError, ValueError) as error:
+            raise ValueError(f"{path}: not a pair description: {error}") from error
+
+    def target_id(self) -> str:
+        """The target's hub name or folder.
+
+        Raises:
+            ValueError: the pair does not name one.
+        """
+        if not (name := self.target.get("id")):
+            raise ValueError("pair.json names no target: give one with --target")
+        return name
+
+
+def load_model(name: str, dtype: Dtype = "auto", role: str = "model") -> PreTrainedModel:
+    """Load a causal language model, in eval mode, on the accelerator if there is one.
+
+    Args:
+        name: hub name or folder.
+        dtype: "auto" keeps the checkpoint's.
+        role: what to call it in messages.
+
+    Raises:
+        ValueError: there is no such model.
+    """
+    _require_folder_or_hub_name(name, role)
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+    except (OSError, ValueError) as error:
+        raise _not_loadable(name, role, error) from error
+    logger.info("%s %s: %s on %s", role, name, str(model.dtype).removeprefix("torch."), device)
+    nn.Module.to(model, device)
+    model.eval().requires_grad_(False)
+    return model
+
+
+def load_tokenizer(name: str, role: str = "model") -> Tokenizer:
+    """Load a tokenizer from a hub name or folder.
+
+    Raises:
+        ValueError: there is none.
+    """
+    _require_folder_or_hub_name(name, role)
+    try:
+        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(name)
+        return tokenizer
+    except (OSError, ValueError) as error:
+        raise _not_loadable(name, f"tokenizer of {role}", error) from error
+
+
+def refuse_other_tokenizer(target: Tokenizer, draft: Tokenizer, target_name: str, draft_name: str) -> None:
+    """Compare two tokenizers by content.
+
+    Raises:
+        ValueError: they differ; names the first differing id.
+    """
+    target_vocab, draft_vocab = target.get_vocab(), draft.get_vocab()
+    if target_vocab != draft_vocab:
+        target_tokens = {index: token for token, index in target_vocab.items()}
+        draft_tokens = {index: token for token, index in draft_vocab.items()}
+        first = min(
+            index
+            for index in target_tokens.keys() | draft_tokens.keys()
+            if target_tokens.get(index) != draft_tokens.get(index)
+        )
+        raise ValueError(
+            f"draft {draft_name}: its tokenizer is not that of target {target_name}: id {first} is "
+            f"{draft_tokens.get(first)!r} there and {target_tokens.get(first)!r} here; use a draft made for this target"
+        )
+    probe = "Hello,  wörld!\n\n2024 x=1;\t<|im_end|>"
+    if target.encode(probe) != draft.encode(probe):
+        raise ValueError(
+            f"draft {draft_name}: its tokenizer has the vocabulary of target {target_name} but splits text "
+            "differently; copy the target's tokenizer files into the draft's folder"
+        )
+
+
+def stop_token_ids(model: PreTrainedModel, tokenizer: Tokenizer) -> frozenset[int]:
+    """The ids that end a text: those of the generation config and the tokenizer's end of sequence."""
+    configured = model.generation_config.eos_token_id if model.generation_config else None
+    ids = configured if isinstance(configured, list) else [configured]
+    return frozenset(token for token in [*ids, tokenizer.eos_token_id] if token is not None)
+
+
+def describe_target(name: str, tokenizer: Tokenizer) -> dict[str, str | None]:
+    """The `target` entry of a pair: where it is, and hashes that tell when it is another one."""
+    config = AutoConfig.from_pretrained(name)
+    # a folder is named absolutely, so that the pair works from any working directory
+    location = str(Path(name).resolve()) if Path(name).is_dir() else name
+    described = {key: value for key, value in config.to_dict().items() if key not in {"_name_or_path", "dtype"}}
+    return {
+        "id": location,
+        "revision": getattr(config, "_commit_hash", None),
+        "config_sha256": _sha256(described),
+        "tokenizer_sha256": _sha256(sorted(tokenizer.get_vocab().items())),
+    }
+
+
+def save_draft_vocab(folder: Path, token_ids: Tensor) -> None:
+    """Write the ids of the draft's reduced output vocabulary, int64 [draft_vocab], ascending."""
+    save_file({"token_ids": token_ids.contiguous()}, folder / "draft_vocab.safetensors")
+
+
+def load_draft_vocab(folder: Path) -> Tensor | None:
+    """Ids of the draft's reduced output vocabulary, int64 [draft_vocab]; None when it has them all."""
+    path = folder / "draft_vocab.safetensors"
+    return load_file(path)["token_ids"] if path.is_file() else None
+
+
+def _require_folder_or_hub_name(name: str, role: str) -> None:
+    """Say plainly that a folder is missing, before the hub is asked for it."""
+    path = Path(name)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ValueError(f"{role} {name}: the folder holds no config.json; give a Hugging Face model folder")
+    elif path.exists() or not HUB_NAME.fullmatch(name):
+        raise ValueError(f"{role} {name}: there is no such model folder")
+
+
+def _not_loadable(name: str, what: str, error: Exception) -> ValueError:
+    if not Path(name).is_dir():
+        return ValueError(f"{what} {name}: there is no such folder, and the hub did not provide it")
+    reason = str(error).strip().split("\n")[0]
+    return ValueError(f"{what} {name}: cannot be loaded: {reason}")
+
+
+def _sha256(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()

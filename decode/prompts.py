@@ -1,0 +1,108 @@
+"""Prompts: the embedded sets, files and stdin, and their token ids."""
+
+import json
+import sys
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Literal
+
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+EMBEDDED = ("service", "general")
+Split = Literal["train", "heldout"]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt: chat messages, where it comes from, and which split it belongs to, if any."""
+
+    id: str
+    messages: tuple[dict[str, str], ...]
+    split: Split | None = None
+    category: str | None = None
+
+
+def load_prompts(source: str) -> list[Prompt]:
+    """Read a prompt set.
+
+    Args:
+        source: "service" or "general", the sets shipped with draftsmith; "-" for stdin, one prompt a line; a
+            `.jsonl` file whose rows hold "prompt" (text) or "messages" (role and content), and optionally "id",
+            "category" and "split" ("train" or "heldout"); any other file holds one prompt a line.
+
+    Raises:
+        ValueError: no such file, nothing in it, or a malformed line, named by number.
+    """
+    if source in EMBEDDED:
+        text = (resources.files(__package__) / "prompt_sets" / f"{source}.jsonl").read_text(encoding="utf-8")
+        return _parse_jsonl(text, source)
+    if source == "-":
+        return _parse_lines(sys.stdin.read(), "stdin")
+    path = Path(source)
+    if not path.is_file():
+        raise ValueError(
+            f"prompts {source}: no such file; give a file, or one of the embedded sets {', '.join(EMBEDDED)}"
+        )
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"prompts {source}: not UTF-8 text: {error}") from error
+    return _parse_jsonl(text, source) if path.suffix == ".jsonl" else _parse_lines(text, source)
+
+
+def encode(tokenizer: Tokenizer, messages: tuple[dict[str, str], ...]) -> list[int]:
+    """Token ids of a conversation, up to where the answer begins; a tokenizer without template gets the bare text."""
+    if tokenizer.chat_template is None:
+        ids: list[int] = tokenizer.encode("\n\n".join(message["content"] for message in messages))
+    else:
+        ids = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)  # type: ignore[assignment]
+    return ids
+
+
+def as_messages(prompt: str) -> tuple[dict[str, str], ...]:
+    return ({"role": "user", "content": prompt},)
+
+
+def _parse_lines(text: str, source: str) -> list[Prompt]:
+    lines = [line for line in text.splitlines() if line.strip()]
+    _refuse_empty(lines, source)
+    return [Prompt(id=f"{source}:{number}", messages=as_messages(line)) for number, line in enumerate(lines, start=1)]
+
+
+def _parse_jsonl(text: str, source: str) -> list[Prompt]:
+    # not splitlines: JSON strings may hold U+2028, which is no line end
+    numbered = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
+    _refuse_empty(numbered, source)
+    return [_parse_row(line, source, number) for number, line in numbered]
+
+
+def _parse_row(line: str, source: str, number: int) -> Prompt:
+    where = f"prompts {source}, line {number}"
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: not JSON: {error.msg} at column {error.colno}") from error
+    if not isinstance(row, dict):
+        raise ValueError(f'{where}: not a JSON object; write {{"prompt": "..."}}')
+    split = row.get("split")
+    if split not in ("train", "heldout", None):
+        raise ValueError(f'{where}: split is {split!r}; use "train" or "heldout"')
+    return Prompt(str(row.get("id", f"{source}:{number}")), _messages(row, where), split, row.get("category"))
+
+
+def _messages(row: dict[str, object], where: str) -> tuple[dict[str, str], ...]:
+    prompt, messages = row.get("prompt"), row.get("messages")
+    if isinstance(prompt, str) and prompt.strip():
+        return as_messages(prompt)
+    if isinstance(messages, list) and messages:
+        for message in messages:
+            if not isinstance(message, dict) or not isinstance(message.get("content"), str) or "role" not in message:
+                raise ValueError(f'{where}: each message needs a "role" and a "content"')
+        return tuple({"role": message["role"], "content": message["content"]} for message in messages)
+    raise ValueError(f'{where}: needs a non-empty "prompt" (text) or "messages" (list)')
+
+
+def _refuse_empty(lines: list[object] | list[str] | list[tuple[int, str]], source: str) -> None:
+    if not lines:
+        raise ValueError(f"prompts {source}: holds no prompt")

@@ -1,0 +1,106 @@
+"""The teacher's distribution for the tokens of a batch, from a pass of the target or from kept hidden states."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+Batch = dict[str, Tensor]
+
+
+class TeacherHead:
+    """The target's frozen head: final hidden states in, log-probabilities out.
+
+    Args:
+        target: the model whose head it is; the head's weights are shared, not copied.
+        token_ids: int64 [draft_vocab], the columns wanted; None for all.
+        temperature: of the distribution; above 0.
+    """
+
+    def __init__(self, target: PreTrainedModel, token_ids: Tensor | None = None, temperature: float = 1.0) -> None:
+        head = target.get_output_embeddings()
+        self.weight: Tensor = head.weight.detach()
+        self.bias: Tensor | None = None if head.bias is None else head.bias.detach()
+        self.token_ids = token_ids
+        self.temperature = temperature
+        self.soft_cap: float | None = getattr(target.config.get_text_config(), "final_logit_softcapping", None)
+        self.weight_rows = self.weight if token_ids is None else self.weight[token_ids]
+        self.bias_rows = self.bias if self.bias is None or token_ids is None else self.bias[token_ids]
+
+    def log_probabilities(self, hidden: Tensor, log_normalizers: Tensor | None = None) -> Tensor:
+        """log p of the wanted tokens, normalised over the whole vocabulary.
+
+        Args:
+            hidden: [tokens, hidden], what enters the head.
+            log_normalizers: fp32 [tokens], logsumexp of the whole head's logits at temperature 1, which spares
+                computing them; of no use at another temperature.
+
+        Returns:
+            fp32 [tokens, draft_vocab].
+        """
+        if log_normalizers is not None and self.temperature == 1:
+            return self._logits(hidden, self.weight_rows, self.bias_rows) - log_normalizers.unsqueeze(1)
+        log_p = (self._logits(hidden, self.weight, self.bias) / self.temperature).log_softmax(dim=-1)
+        return log_p if self.token_ids is None else log_p[:, self.token_ids]
+
+    def draft_log_probabilities(self, logits: Tensor) -> Tensor:
+        """log q of the wanted tokens from the draft's raw products with the head, [tokens, draft_vocab].
+
+        The draft is built from the target, and its logits are treated as the target's are.
+        """
+        return (self._finish(logits, self.bias_rows) / self.temperature).log_softmax(dim=-1)
+
+    def _logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return self._finish(hidden.to(weight.dtype) @ weight.T, bias)
+
+    def _finish(self, products: Tensor, bias: Tensor | None) -> Tensor:
+        logits = products.float() if bias is None else products.float() + bias.float()
+        return logits if self.soft_cap is None else self.soft_cap * torch.tanh(logits / self.soft_cap)
+
+
+def collate(rows: list[dict[str, Any]], padding_id: int, kept_dtype: torch.dtype | None) -> Batch:
+    """Rows of responses to the tensors of one batch.
+
+    Args:
+        rows: with input_ids and response_mask; with hidden_states and log_normalizers too when kept_dtype says
+            in which dtype they were kept.
+        padding_id: any token id.
+
+    Returns:
+        input_ids int64, attention_mask int64 and predicts bool, [rows, length]: predicts[b, t] is true where the
+        token after position t belongs to the response, which makes `tokens` of them in all; and, when kept,
+        teacher_hidden [tokens, hidden] and log_normalizers fp32 [tokens].
+    """
+    width = max(len(row["input_ids"]) for row in rows)
+    input_ids = torch.full((len(rows), width), padding_id)
+    attention_mask = torch.zeros(len(rows), width, dtype=torch.long)
+    predicts = torch.zeros(len(rows), width, dtype=torch.bool)
+    for place, row in enumerate(rows):
+        length = len(row["input_ids"])
+        input_ids[place, :length] = torch.tensor(row["input_ids"])
+        attention_mask[place, :length] = 1
+        predicts[place, : length - 1] = torch.tensor(row["response_mask"][1:])
+    batch = {"input_ids": input_ids, "attention_mask": attention_mask, "predicts": predicts}
+    if kept_dtype is not None:
+        states = [torch.frombuffer(bytearray(row["hidden_states"]), dtype=kept_dtype) for row in rows]
+        counts = [len(row["log_normalizers"]) for row in rows]
+        batch["teacher_hidden"] = torch.cat([s.view(n, -1) for s, n in zip(states, counts, strict=True)])
+        batch["log_normalizers"] = torch.cat([torch.tensor(row["log_normalizers"]) for row in rows])
+    return batch
+
+
+def final_hidden_states(model: PreTrainedModel, batch: Batch) -> Tensor:
+    """What enters the head where a response token is predicted, [tokens, hidden], in the order of `collate`."""
+    output = model.get_decoder()(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False)
+    hidden: Tensor = output.last_hidden_state
+    return hidden[batch["predicts"]]
+
+
+@torch.no_grad()
+def teacher_signal(batch: Batch, target: PreTrainedModel | None) -> tuple[Tensor, Tensor | None]:
+    """The teacher's hidden states and normalisers for a batch: the kept ones, or from a pass of `target`."""
+    if "teacher_hidden" in batch:
+        return batch["teacher_hidden"], batch["log_normalizers"]
+    assert target is not None
+    return final_hidden_states(target, batch), None

@@ -1,0 +1,131 @@
+"""What all tests share: seeded tiny models, a byte-level tokenizer, and the one real target."""
+
+import os
+
+# Read when torch loads. Waiting threads that spin make two processes on two cores thirty times slower.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# No test needs the hub; one that asks for it fails at once instead of after many retries.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+
+from jaxtyping import install_import_hook
+
+# Before these modules are first imported: their functions then check every shape they declare.
+install_import_hook(["decode.sampling", "decode.verify", "distill.losses"], "beartype.beartype")
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+ALL_THREADS = torch.get_num_threads()
+REAL_TARGET = Path(__file__).parents[1] / "models" / "SmolLM2-135M-Instruct"
+
+SPECIAL_TOKENS = ("<|pad|>", "<|im_start|>", "<|im_end|>")  # ids 0 to 2
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+@pytest.fixture(autouse=True)
+def _threads(request: pytest.FixtureRequest) -> None:
+    """A second thread costs tiny models more than it gives."""
+    torch.set_num_threads(ALL_THREADS if request.node.get_closest_marker("real") else 1)
+
+
+@pytest.fixture(scope="session")
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """SmolLM2's chat format without its default system message; every byte of UTF-8 is a token.
+
+    259 ids: <|pad|>, <|im_start|>, <|im_end|> (which ends a text), then the bytes.
+    """
+    return _byte_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def tiny_llama() -> Callable[..., LlamaForCausalLM]:
+    """Builds a Llama with random weights, fp32, in eval mode: the same for the same arguments.
+
+    Its arguments are seed, num_layers, hidden_size, vocab_size, and whatever else LlamaConfig takes.
+    """
+    return _tiny_llama
+
+
+@pytest.fixture(scope="session")
+def tiny_model_folder(
+    byte_tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Path]:
+    """Saves a tiny_llama, built with the arguments given, and the byte tokenizer; returns the folder.
+
+    Folders are shared between the tests of a session: read them only.
+    """
+
+    @cache
+    def save(**arguments: Any) -> Path:
+        folder = tmp_path_factory.mktemp("tiny-llama")
+        _tiny_llama(**arguments).save_pretrained(folder)
+        byte_tokenizer.save_pretrained(folder)
+        return folder
+
+    return save
+
+
+@pytest.fixture(scope="session")
+def real_target() -> Path:
+    """The folder of SmolLM2-135M-Instruct, for tests marked `real`."""
+    if not (REAL_TARGET / "model.safetensors").is_file():
+        pytest.fail(f"{REAL_TARGET} is not there: run scripts/fetch_smollm2.py", pytrace=False)
+    return REAL_TARGET
+
+
+def _tiny_llama(
+    seed: int = 0,
+    num_layers: int = 2,
+    hidden_size: int = 32,
+    vocab_size: int = len(SPECIAL_TOKENS) + 256,
+    **config: Any,
+) -> LlamaForCausalLM:
+    defaults: dict[str, Any] = dict(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        # logits of a few units: neither flat, nor so peaked that sampling is greedy decoding
+        initializer_range=0.3,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(LlamaConfig(**defaults | config)).float().eval()
+
+
+def _byte_tokenizer() -> PreTrainedTokenizerFast:
+    tokens = [*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    pad, start, end = SPECIAL_TOKENS
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=pad,
+        bos_token=start,
+        eos_token=end,
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=512,
+        clean_up_tokenization_spaces=False,
+    )

@@ -1,0 +1,26 @@
+"""The console script `spec-train`."""
+
+from dataclasses import fields
+
+from .config import LanguageModelConfig
+from .console import Parser, run
+
+PROGRAM = "spec-train"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Trains a language model with cross-entropy; `spec-train --help` lists the options."""
+    return run(PROGRAM, lambda: _train(argv))
+
+
+def _train(argv: list[str] | None) -> None:
+    parser = Parser(prog=PROGRAM, description="Train a language model with cross-entropy.")
+    parser.add_argument("--config", action="config", help="YAML file; options after it override its values")
+    parser.add_class_arguments(LanguageModelConfig)
+    options = parser.instantiate(parser.parse_args(argv))
+    config = LanguageModelConfig(**{f.name: options[f.name] for f in fields(LanguageModelConfig)})
+
+    # torch and transformers take seconds to import, which --help and a mistyped option need not wait for.
+    from .language_model import train_language_model
+
+    train_language_model(config)

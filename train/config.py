@@ -1,0 +1,94 @@
+"""What a training run, and the command spec-train, are told."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """How to train, whatever the task.
+
+    Args:
+        output: run folder; holds metrics.jsonl, checkpoints/, the result, config.yaml and provenance.json
+        num_epochs: passes over the data, fractions allowed; ignored when max_steps is given
+        max_steps: optimiser steps; wins over num_epochs
+        batch_size: sequences per optimiser step, over all processes and accumulation steps
+        micro_batch_size: sequences per forward pass of one process; lower it when memory runs out
+        optimizer: adamw for everything, or muon for the hidden matrices and adamw for the rest
+        learning_rate: peak learning rate of the adamw groups
+        muon_learning_rate: peak learning rate of the muon matrices, on adamw's scale (updates of equal size)
+        weight_decay: decoupled weight decay of matrices; norms, biases and embeddings have none
+        warmup_fraction: share of all steps over which the learning rate rises linearly from zero
+        final_learning_rate_fraction: share of the peak at which the cosine ends
+        max_grad_norm: gradient norm above which gradients are scaled down; 0 never clips
+        mixed_precision: bf16 runs forward passes in bfloat16; weights and optimiser keep their own type
+        seed: fixes the order of the data and everything random in a step
+        log_every_steps: steps between two lines of metrics.jsonl
+        eval_every_steps: steps between two evaluations; 0 evaluates only at the end
+        checkpoint_every_steps: steps between two checkpoints; 0 writes one only at the end
+        keep_checkpoints: how many of the newest checkpoints stay on disk
+        trackers: accelerate's names of experiment trackers, such as tensorboard or wandb
+    """
+
+    output: str
+    num_epochs: float = 1.0
+    max_steps: int | None = None
+    batch_size: int = 16
+    micro_batch_size: int = 16
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    learning_rate: float = 3e-4
+    muon_learning_rate: float = 3e-4
+    weight_decay: float = 0.01
+    warmup_fraction: float = 0.03
+    final_learning_rate_fraction: float = 0.1
+    max_grad_norm: float = 1.0
+    mixed_precision: Literal["no", "bf16"] = "no"
+    seed: int = 0
+    log_every_steps: int = 10
+    eval_every_steps: int = 0
+    checkpoint_every_steps: int = 500
+    keep_checkpoints: int = 2
+    trackers: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a value that cannot be meant."""
+        positive = ("num_epochs", "batch_size", "micro_batch_size", "learning_rate", "muon_learning_rate")
+        for field in (*positive, "log_every_steps", "keep_checkpoints"):
+            self._require(getattr(self, field) > 0, field, "give a number above 0")
+        for field in ("weight_decay", "max_grad_norm", "seed", "eval_every_steps", "checkpoint_every_steps"):
+            self._require(getattr(self, field) >= 0, field, "give 0 or more")
+        for field in ("warmup_fraction", "final_learning_rate_fraction"):
+            self._require(0 <= getattr(self, field) <= 1, field, "give a fraction between 0 and 1")
+        self._require(self.max_steps is None or self.max_steps > 0, "max_steps", "give 1 or more, or null")
+        self._require(bool(self.output.strip()), "output", "name a folder for the run")
+        self._require(self.optimizer in ("adamw", "muon"), "optimizer", "choose adamw or muon")
+        self._require(self.mixed_precision in ("no", "bf16"), "mixed_precision", "choose no or bf16")
+        object.__setattr__(self, "trackers", tuple(self.trackers))
+
+    def _require(self, condition: bool, field: str, remedy: str) -> None:
+        if not condition:
+            raise ValueError(f"{field}: {getattr(self, field)!r} is not possible; {remedy}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanguageModelConfig:
+    """Train a language model with cross-entropy: a warm start for a draft, or a target for a domain.
+
+    Args:
+        model: model to start from, a folder or a hub id
+        data: .jsonl (text, prompt and response, or messages), .txt, or a folder saved by datasets
+        eval_data: held-out data in any of these forms, for eval/loss and eval/accuracy
+        max_length: tokens after which a row is cut
+        train: how to train
+    """
+
+    model: str
+    data: str
+    eval_data: str | None = None
+    max_length: int = 1024
+    train: TrainConfig
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a length without a token to predict."""
+        if self.max_length < 2:
+            raise ValueError(f"max_length: {self.max_length} leaves nothing to predict; give 2 or more")
