@@ -1,6 +1,5 @@
 """Plain against speculative decoding, turn by turn in one process: only their ratio means anything."""
 
-import json
 import logging
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from .config import BenchConfig
 from .costs import Costs, measure_costs
 from .decoder import SpeculativeDecoder
 from .evaluate import heldout_prompts
+from .files import write_json
 from .params import SamplingParams
 from .progress import ProgressBar
 from .prompts import encode
@@ -71,9 +71,7 @@ def bench(config: BenchConfig) -> list[Timing]:
             params = SamplingParams(temperature=temperature, top_p=top_p, max_new_tokens=config.max_new_tokens)
             timings.append(_time(decoder, encoded, params, bar))
     if config.output:
-        path = Path(config.output)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps([{**asdict(timing), "ratio": timing.ratio} for timing in timings], indent=2) + "\n")
+        write_json(Path(config.output), [{**asdict(timing), "ratio": timing.ratio} for timing in timings])
     return timings
 
 

@@ -1,11 +1,10 @@
 """The console script `spec-decode`."""
 
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any
 
 from .config import BenchConfig, EvaluateConfig, GenerateConfig
-from .console import Parser, run
+from .console import run_commands
 
 PROGRAM = "spec-decode"
 
@@ -43,19 +42,4 @@ COMMANDS: dict[str, tuple[type, Callable[[Any], None], str]] = {
 
 def main(argv: list[str] | None = None) -> int:
     """Uses a pair; `spec-decode --help` lists what can be done."""
-    return run(PROGRAM, lambda: _main(argv))
-
-
-def _main(argv: list[str] | None) -> None:
-    parser = Parser(prog=PROGRAM, description="Generate with a target and its draft, and measure the two.")
-    subcommands = parser.add_subcommands(dest="command")
-    for name, (config_class, _, help_text) in COMMANDS.items():
-        description = (config_class.__doc__ or "").split("\n")[0]
-        subparser = Parser(prog=f"{PROGRAM} {name}", description=description)
-        subparser.add_argument("--config", action="config", help="YAML file; options after it override its values")
-        subparser.add_class_arguments(config_class)
-        subcommands.add_subcommand(name, subparser, help=help_text)
-    options = parser.instantiate(parser.parse_args(argv))
-    config_class, command, _ = COMMANDS[options.command]
-    chosen = options[options.command]
-    command(config_class(**{field.name: chosen[field.name] for field in fields(config_class)}))
+    return run_commands(PROGRAM, "Generate with a target and its draft, and measure the two.", COMMANDS, argv)

@@ -13,6 +13,7 @@ from torch import Tensor
 from .config import EvaluateConfig
 from .costs import Costs, measure_costs
 from .decoder import SpeculativeDecoder
+from .files import write_json
 from .pair import Pair
 from .params import SamplingParams
 from .progress import ProgressBar
@@ -223,9 +224,7 @@ def _decode(decoder: SpeculativeDecoder, encoded: list[list[int]], config: Evalu
 def _record(result: Evaluation, config: EvaluateConfig) -> None:
     figures: dict[str, Any] = {**asdict(result), "best_num_draft_tokens": result.best_num_draft_tokens}
     if config.output:
-        path = Path(config.output)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(figures, indent=2) + "\n")
+        write_json(Path(config.output), figures)
     folder = Path(config.pair)
     pair = Pair.load(folder)
     pair.measured = figures

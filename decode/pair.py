@@ -3,7 +3,6 @@
 import hashlib
 import json
 import logging
-import os
 import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,6 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from .files import write_json
 
 logger = logging.getLogger(__name__)
 
@@ -43,9 +44,7 @@ class Pair:
 
     def save(self, folder: Path) -> None:
         """Write `pair.json` in one step, so that a reader sees the old one or the new one."""
-        temporary = folder / ".pair.json.partial"
-        temporary.write_text(json.dumps({"format_version": FORMAT_VERSION, **asdict(self)}, indent=2) + "\n")
-        os.replace(temporary, folder / "pair.json")
+        write_json(folder / "pair.json", {"format_version": FORMAT_VERSION, **asdict(self)})
 
     @classmethod
     def load(cls, folder: Path) -> "Pair":

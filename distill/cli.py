@@ -1,10 +1,9 @@
 """The console script `spec-distill`."""
 
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any
 
-from train.console import Parser, run
+from train.console import run_commands
 
 from .config import BuildConfig, RespondConfig, RunConfig
 
@@ -42,18 +41,4 @@ COMMANDS: dict[str, tuple[type, Callable[[Any], None], str]] = {
 
 def main(argv: list[str] | None = None) -> int:
     """Makes a draft; `spec-distill --help` lists the stages."""
-    return run(PROGRAM, lambda: _main(argv))
-
-
-def _main(argv: list[str] | None) -> None:
-    parser = Parser(prog=PROGRAM, description="Distil a draft for a target model, stage by stage.")
-    subcommands = parser.add_subcommands(dest="command")
-    for name, (config_class, _, help_text) in COMMANDS.items():
-        subparser = Parser(prog=f"{PROGRAM} {name}", description=(config_class.__doc__ or "").split("\n")[0])
-        subparser.add_argument("--config", action="config", help="YAML file; options after it override its values")
-        subparser.add_class_arguments(config_class)
-        subcommands.add_subcommand(name, subparser, help=help_text)
-    options = parser.instantiate(parser.parse_args(argv))
-    config_class, command, _ = COMMANDS[options.command]
-    chosen = options[options.command]
-    command(config_class(**{field.name: chosen[field.name] for field in fields(config_class)}))
+    return run_commands(PROGRAM, "Distil a draft for a target model, stage by stage.", COMMANDS, argv)

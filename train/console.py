@@ -5,8 +5,9 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
-from typing import NoReturn
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
+from typing import Any, NoReturn
 
 import jsonargparse
 
@@ -37,6 +38,13 @@ class Parser(jsonargparse.ArgumentParser):
             super().error(message, ex)
         print_error(self.prog.split()[0], self._plain(message))
         sys.exit(2)
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, *more: Any, **options: Any
+    ) -> jsonargparse.Namespace:
+        """Also takes hyphens for underscores in names of options, and `--flag` for `--flag true`."""
+        given = list(sys.argv[1:] if args is None else args)
+        return super().parse_args(list(_spelled_out(given, set(_flags(self)))), *more, **options)
 
     def _plain(self, message: str) -> str:
         line = KEY.sub(r"\1: ", " ".join(message.split()))
@@ -79,6 +87,38 @@ def run(program: str, body: Callable[[], None]) -> int:
     return 0
 
 
+def run_commands(
+    program: str, description: str, commands: dict[str, tuple[type, Callable[[Any], None], str]], argv: list[str] | None
+) -> int:
+    """Runs the subcommand that the command line names.
+
+    Args:
+        program: the console script.
+        description: what it is for.
+        commands: by name: its config dataclass, what to call with one, a line of help.
+        argv: the command line; this process's own when None.
+
+    Returns:
+        As `run`.
+    """
+
+    def body() -> None:
+        parser = Parser(prog=program, description=description)
+        subcommands = parser.add_subcommands(dest="command")
+        for name, (config_class, _, help_text) in commands.items():
+            summary = (config_class.__doc__ or "").split("\n")[0]
+            subparser = Parser(prog=f"{program} {name}", description=summary)
+            subparser.add_argument("--config", action="config", help="YAML file; options after it override its values")
+            subparser.add_class_arguments(config_class)
+            subcommands.add_subcommand(name, subparser, help=help_text)
+        options = parser.instantiate(parser.parse_args(argv))
+        config_class, command, _ = commands[options.command]
+        chosen = options[options.command]
+        command(config_class(**{field.name: chosen[field.name] for field in fields(config_class)}))
+
+    return run(program, body)
+
+
 def print_error(program: str, message: str) -> None:
     """One line on stderr, whatever the message's own line breaks."""
     print(f"{program}: error: {' '.join(message.split())}", file=sys.stderr)
@@ -96,6 +136,29 @@ def _configure_logging() -> None:
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+def _spelled_out(args: list[str], flags: set[str]) -> Iterator[str]:
+    """Arguments as jsonargparse wants them: names with underscores, booleans with their value."""
+    for argument, following in zip(args, [*args[1:], "--"], strict=True):
+        name, equals, value = argument.partition("=")
+        if not name.startswith("--"):
+            yield argument
+            continue
+        name = "--" + name[2:].replace("-", "_")
+        yield name + equals + value
+        if name in flags and not equals and following.lower() not in ("true", "false"):
+            yield "true"
+
+
+def _flags(parser: jsonargparse.ArgumentParser) -> Iterator[str]:
+    """Names of all boolean options of a parser and of its subcommands."""
+    for action in parser._actions:
+        if getattr(action, "_typehint", None) is bool:
+            yield from action.option_strings
+        if isinstance(action.choices, dict):
+            for subparser in action.choices.values():
+                yield from _flags(subparser)
 
 
 def _keys(parser: jsonargparse.ArgumentParser) -> Iterator[str]:
