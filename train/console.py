@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
+from itertools import pairwise
 from typing import Any, NoReturn
 
 import jsonargparse
@@ -140,7 +141,7 @@ def _configure_logging() -> None:
 
 def _spelled_out(args: list[str], flags: set[str]) -> Iterator[str]:
     """Arguments as jsonargparse wants them: names with underscores, booleans with their value."""
-    for argument, following in zip(args, [*args[1:], "--"], strict=True):
+    for argument, following in pairwise([*args, "--"]):
         name, equals, value = argument.partition("=")
         if not name.startswith("--"):
             yield argument
