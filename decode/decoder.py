@@ -96,8 +96,9 @@ class SpeculativeDecoder:
             draft_vocab = draft_vocab.to(draft_model.device)
             reduce_output_vocabulary(draft_model, draft_vocab)
         proposer = DraftModelProposer(draft_model, target_model.get_output_embeddings().out_features, draft_vocab)
-        gamma = num_draft_tokens or (pair.num_draft_tokens if pair else 3)
-        return cls(target_model, tokenizer, proposer, gamma)
+        if num_draft_tokens is None:
+            num_draft_tokens = pair.num_draft_tokens if pair else 3
+        return cls(target_model, tokenizer, proposer, num_draft_tokens)
 
     def encode(self, prompt: Chat) -> list[int]:
         """Token ids of a prompt (a user's message, or a list of chat messages) through the chat template."""

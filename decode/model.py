@@ -1,10 +1,11 @@
 """A causal language model with its cache: feed tokens, get logits, forget tokens."""
 
+import inspect
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from .cache import KVCache
 
@@ -18,7 +19,7 @@ class CachedModel:
         capacity: most tokens a row will hold, rejected drafts included.
 
     Raises:
-        ValueError: the model's attention cannot roll back (sliding windows, recurrent states).
+        ValueError: see `refuse_unsupported_cache`.
     """
 
     def __init__(self, model: PreTrainedModel, batch_size: int, capacity: int) -> None:
@@ -47,7 +48,7 @@ class CachedModel:
         output = self.model(
             input_ids=tokens,
             position_ids=positions,
-            attention_mask=self.cache.attention_mask(),
+            attention_mask=self._attention_mask(),
             cache=self.cache,
             use_cache=True,
             **model_kwargs,
@@ -72,6 +73,14 @@ class CachedModel:
 
     def select_rows(self, rows: list[int]) -> None:
         self.cache.select_rows(rows)
+
+    def _attention_mask(self) -> Tensor:
+        mask = self.cache.attention_mask()
+        if self.model.config.get_text_config()._attn_implementation != "eager":
+            return mask
+        # eager attention adds its mask to the scores; a bool one would hide nothing
+        lowest = torch.finfo(self.model.dtype).min
+        return torch.zeros_like(mask, dtype=self.model.dtype).masked_fill_(~mask, lowest)
 
 
 class HeadInput:
@@ -109,20 +118,39 @@ def reduce_output_vocabulary(model: PreTrainedModel, token_ids: Tensor) -> None:
 
 
 def refuse_unsupported_cache(model: PreTrainedModel, capacity: int) -> None:
-    """Raise ValueError when rollback by length would not be exact for this model, or its context is too short."""
+    """Refuse a model that this cache would not serve exactly, or whose context is too short.
+
+    Raises:
+        ValueError: layers whose state cannot be rolled back; a sliding window or rotary scaling that sets in below
+            `capacity` tokens; attention that takes no positions or no mask of ours; a context below `capacity`.
+    """
     config = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if kinds == {"full_attention", "sliding_attention"} or kinds == {"sliding_attention"}:
-        window = getattr(config, "sliding_window", None)
-        if window is not None and capacity > window:
-            raise ValueError(
-                f"model {config.model_type!r} attends through a sliding window of {window} tokens, which cannot be "
-                f"rolled back: keep prompt + new tokens at or below {window} (asked for {capacity})"
-            )
-    elif kinds != {"full_attention"}:
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if other := kinds - {"full_attention", "sliding_attention"}:
         raise ValueError(
-            f"model {config.model_type!r} has layers of kind {sorted(kinds - {'full_attention'})}, "
+            f"model {config.model_type!r} has layers of kind {', '.join(sorted(other))}, "
             "whose state cannot be rolled back; use a model with full attention"
+        )
+    takes = inspect.signature(model.forward).parameters
+    if not {"cache", "position_ids"} <= takes.keys() or getattr(config, "alibi", False):
+        raise ValueError(
+            f"model {config.model_type!r} cannot be told the positions of its tokens, which rows of different lengths "
+            "need; use a model with rotary or learned positions"
+        )
+    if (attention := config._attn_implementation) not in ("eager", "sdpa"):
+        raise ValueError(f"attention {attention!r} takes no mask per row; load the model with attention 'sdpa'")
+    window = _window(config)
+    if window is not None and capacity > window:
+        raise ValueError(
+            f"model {config.model_type!r} attends through a sliding window of {window} tokens, which cannot be "
+            f"rolled back: keep prompt + new tokens at or below {window} (asked for {capacity})"
+        )
+    rotary = getattr(config, "rope_parameters", None) or {}
+    original = rotary.get("original_max_position_embeddings")
+    if rotary.get("rope_type") == "longrope" and original is not None and capacity > original:
+        raise ValueError(
+            f"model {config.model_type!r} turns its positions differently beyond {original} tokens, which changes "
+            f"what is cached: keep prompt + new tokens at or below {original} (asked for {capacity})"
         )
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and capacity > limit:
@@ -130,3 +158,15 @@ def refuse_unsupported_cache(model: PreTrainedModel, capacity: int) -> None:
             f"prompt + max_new_tokens + num_draft_tokens is {capacity} tokens, "
             f"longer than the context of {limit} of model {config.model_type!r}: shorten the prompt or max_new_tokens"
         )
+
+
+def _window(config: PreTrainedConfig) -> int | None:
+    """How many tokens the narrowest layer sees; None where all see everything."""
+    kinds = getattr(config, "layer_types", None)
+    if "local" in getattr(config, "attention_layers", ()):  # GPT-Neo
+        window: int | None = config.window_size
+    elif kinds is None or "sliding_attention" in kinds:  # Mistral has a window and names no kinds
+        window = getattr(config, "sliding_window", None)
+    else:
+        window = None
+    return window

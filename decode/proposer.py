@@ -48,7 +48,7 @@ class DraftModelProposer:
 
     Args:
         model: the draft, in eval mode.
-        vocab_size: width of the target's logits; q gets the same.
+        vocab_size: width of the target's logits; q gets the same, whatever the padding of the draft's vocabulary.
         draft_vocab: int64 ids behind the columns of the draft's logits, for a reduced output vocabulary.
     """
 
@@ -72,7 +72,7 @@ class DraftModelProposer:
             columns = sample(q, uniforms[:, step])
             if self.draft_vocab is None:
                 tokens[:, step] = columns
-                probabilities[:, step] = q
+                probabilities[:, step, : q.shape[1]] = q
             else:
                 tokens[:, step] = self.draft_vocab[columns]
                 probabilities[:, step, self.draft_vocab] = q
@@ -95,6 +95,8 @@ class DraftModelProposer:
         counts = list(map(len, pending))
         width = max(counts)
         padded = torch.tensor([ids + [0] * (width - len(ids)) for ids in pending], device=self.model.device)
+        # padding of the target's vocabulary, which may be wider, is drawn once in a blue moon
+        padded.clamp_max_(self.model.get_input_embeddings().num_embeddings - 1)
         logits = self.cached.forward(padded, counts)
         self.num_passes += 1
         return self._meaningful(logits[torch.arange(len(counts)), torch.tensor(counts) - 1])

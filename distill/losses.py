@@ -43,8 +43,11 @@ def sum_over_chunks(
         chunk_size: tokens at a time.
 
     Returns:
-        the loss summed over all tokens, fp32 scalar with gradient, and the metric sums, without.
+        the loss summed over all tokens, fp32 scalar with gradient, and the metric sums, without. No tokens give
+        zeros, with a graph that gives zero gradients.
     """
+    if not torch.is_grad_enabled():
+        hidden, head = hidden.detach(), head.detach()  # or a trainable head's gradient would be made for nobody
     return _SumOverChunks.apply(hidden, head, loss, chunk_size)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -62,19 +65,19 @@ class _SumOverChunks(torch.autograd.Function):
         head_gradient = torch.zeros_like(head) if wants_head else None
         losses, metrics = [], []
         weight = head.detach().requires_grad_(wants_head)
-        for start in range(0, len(hidden), chunk_size):
+        for start in range(0, max(1, len(hidden)), chunk_size):  # one empty chunk when there are no tokens
             tokens = slice(start, min(start + chunk_size, len(hidden)))
             states = hidden[tokens].detach().requires_grad_(wants_hidden)
             with torch.enable_grad():
                 chunk_loss, chunk_metrics = loss(states @ weight.to(states.dtype).T, tokens)
             losses.append(chunk_loss.detach())
             metrics.append(chunk_metrics.detach())
+            inputs = [tensor for tensor in (states, weight) if tensor.requires_grad]
+            gradients = list(torch.autograd.grad(chunk_loss, inputs)) if inputs else []
             if hidden_gradient is not None:
-                inputs = [states, weight] if wants_head else [states]
-                states_gradient, *weight_gradient = torch.autograd.grad(chunk_loss, inputs)
-                hidden_gradient[tokens] = states_gradient
-                if head_gradient is not None:
-                    head_gradient += weight_gradient[0]
+                hidden_gradient[tokens] = gradients.pop(0)
+            if head_gradient is not None:
+                head_gradient += gradients.pop()
         ctx.gradients = hidden_gradient, head_gradient  # type: ignore[attr-defined]
         total_metrics = torch.stack(metrics).sum(dim=0)
         ctx.mark_non_differentiable(total_metrics)
