@@ -9,11 +9,10 @@ from time import perf_counter
 from .config import BenchConfig
 from .costs import Costs, measure_costs
 from .decoder import SpeculativeDecoder
-from .evaluate import heldout_prompts
+from .evaluate import heldout_prompts, spread
 from .files import write_json
 from .params import SamplingParams
 from .progress import ProgressBar
-from .prompts import encode
 from .speculative import Seconds, Trace
 
 logger = logging.getLogger(__name__)
@@ -55,21 +54,23 @@ def bench(config: BenchConfig) -> list[Timing]:
     Raises:
         ValueError: a pair, model or prompt set that is missing or does not fit.
     """
+    settings = [
+        SamplingParams(
+            temperature=temperature,
+            top_p=config.top_p if temperature else 1.0,
+            max_new_tokens=config.max_new_tokens,
+        )
+        for temperature in config.temperatures
+    ]
+    prompts = spread(heldout_prompts(config.prompts), config.num_prompts)
+    if len(prompts) < 5:
+        raise ValueError(f"prompts: {config.prompts} has {len(prompts)} prompts; a median needs 5 or more")
     decoder = SpeculativeDecoder.from_pretrained(
         config.target, config.pair, num_draft_tokens=config.num_draft_tokens, dtype=config.dtype
     )
-    prompts = heldout_prompts(config.prompts)
-    # spread over the set, which may be sorted by category
-    prompts = prompts[:: max(1, len(prompts) // config.num_prompts)][: config.num_prompts]
-    if len(prompts) < 5:
-        raise ValueError(f"prompts: {config.prompts} has {len(prompts)} prompts; a median needs 5 or more")
-    encoded = [encode(decoder.tokenizer, prompt.messages) for prompt in prompts]
-    timings = []
-    with ProgressBar("timing", len(config.temperatures) * len(encoded)) as bar:
-        for temperature in config.temperatures:
-            top_p = config.top_p if temperature else 1.0
-            params = SamplingParams(temperature=temperature, top_p=top_p, max_new_tokens=config.max_new_tokens)
-            timings.append(_time(decoder, encoded, params, bar))
+    encoded = decoder.encode_all(prompts, settings[0])
+    with ProgressBar("timing", len(settings) * len(encoded)) as bar:
+        timings = [_time(decoder, encoded, params, bar) for params in settings]
     if config.output:
         write_json(Path(config.output), [{**asdict(timing), "ratio": timing.ratio} for timing in timings])
     return timings

@@ -52,7 +52,7 @@ class EvaluateConfig:
         prompts: an embedded set (service, general) or a .jsonl or .txt file; only its held-out prompts if it marks any
         responses: what `spec-distill respond` wrote with the same sampling, instead of generating target text
         sampling: the sampling parameters to measure at
-        num_draft_tokens: tokens proposed a round; null takes the pair's
+        num_draft_tokens: tokens proposed a round while counting; null takes 4 and gives the pair the best number
         batch_size: prompts decoded at a time
         num_decoded_prompts: prompts decoded speculatively to count acceptance; alpha is computed on all
         output: JSON file for all figures
@@ -75,6 +75,8 @@ class EvaluateConfig:
         for name in ("batch_size", "num_decoded_prompts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: {getattr(self, name)} is not possible; give 1 or more")
+        if self.sampling.max_new_tokens < 2:
+            raise ValueError("sampling.max_new_tokens: 1 leaves nothing to draft; give 2 or more")
 
 
 @dataclass(frozen=True, kw_only=True)

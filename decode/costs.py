@@ -39,11 +39,13 @@ class Costs:
 
 
 def block_efficiency(betas: list[float], num_draft_tokens: int) -> float:
-    """E = 1 + sum_k prod_{j<=k} beta_j: tokens committed per target pass, the bonus token included."""
-    known = [beta for beta in betas if not math.isnan(beta)]
+    """E = 1 + sum_k prod_{j<=k} beta_j: tokens committed per target pass, the bonus token included.
+
+    The last beta stands for those beyond it; without any, nothing is accepted.
+    """
     reached, total = 1.0, 1.0
     for position in range(num_draft_tokens):
-        reached *= known[min(position, len(known) - 1)] if known else 0.0
+        reached *= betas[min(position, len(betas) - 1)] if betas else 0.0
         total += reached
     return total
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from .model import reduce_output_vocabulary
+from .model import reduce_output_vocabulary, refuse_unsupported_cache
 from .pair import (
     Dtype,
     Pair,
@@ -19,7 +19,7 @@ from .pair import (
 )
 from .params import Completion, FinishReason, Provenance, SamplingParams
 from .plain import PlainDecoder
-from .prompts import as_messages, encode
+from .prompts import Prompt, as_messages, encode
 from .proposer import DraftModelProposer
 from .speculative import SpeculativeEngine, Trace
 
@@ -104,6 +104,23 @@ class SpeculativeDecoder:
         """Token ids of a prompt (a user's message, or a list of chat messages) through the chat template."""
         return encode(self.tokenizer, as_messages(prompt) if isinstance(prompt, str) else tuple(prompt))
 
+    def encode_all(self, prompts: list[Prompt], params: SamplingParams) -> list[list[int]]:
+        """Token ids of many prompts, every one of which fits into both contexts with its answer.
+
+        Raises:
+            ValueError: names the first that does not.
+        """
+        encoded = []
+        for prompt in prompts:
+            try:
+                ids = encode(self.tokenizer, prompt.messages)
+                for model in (self.target, self.proposer.model):
+                    refuse_unsupported_cache(model, self.engine.capacity([ids], params))
+            except ValueError as error:
+                raise ValueError(f"prompt {prompt.id}: {error}") from error
+            encoded.append(ids)
+        return encoded
+
     def generate(self, prompts: Chat | list[str], params: SamplingParams | None = None) -> list[Generation]:
         """Answer prompts, all in one batch.
 
@@ -112,6 +129,8 @@ class SpeculativeDecoder:
             params: greedy by default.
         """
         batch = prompts if isinstance(prompts, list) and all(isinstance(item, str) for item in prompts) else [prompts]
+        if not batch:
+            return []
         encoded = [self.encode(prompt) for prompt in batch]  # type: ignore[arg-type]
         completions, traces = self.engine.generate_ids(encoded, params or SamplingParams())
         return [self._generation(completion, trace) for completion, trace in zip(completions, traces, strict=True)]

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from .config import GenerateConfig
 from .decoder import Piece, SpeculativeDecoder
-from .prompts import Prompt, as_messages, load_prompts
+from .prompts import Prompt, as_messages, load_prompts, read_stdin
 from .speculative import Trace
 
 logger = logging.getLogger(__name__)
@@ -28,6 +28,7 @@ def generate(config: GenerateConfig) -> None:
     decoder = SpeculativeDecoder.from_pretrained(
         config.target, config.pair, num_draft_tokens=config.num_draft_tokens, dtype=config.dtype
     )
+    decoder.encode_all(prompts, config.sampling)  # refuse at once what would end the run half-way
     console = Console(highlight=False, soft_wrap=True)
     if config.show_accepted:
         legend = Text("drafted and accepted", STYLES["accepted"]) + Text(", ") + Text("corrected", STYLES["corrected"])
@@ -42,7 +43,10 @@ def _answer(decoder: SpeculativeDecoder, prompt: Prompt, config: GenerateConfig,
     trace, started = Trace(), perf_counter()
     pieces: Iterable[Piece] = decoder.stream(prompt.messages, config.sampling, trace)
     for piece in pieces if config.stream else list(pieces):
-        console.print(Text(piece.text, STYLES[piece.provenance] if config.show_accepted else ""), end="")
+        if config.show_accepted:
+            console.print(Text(piece.text, STYLES[piece.provenance]), end="")
+        else:  # exactly the text: rich would replace tabs and drop control characters
+            print(piece.text, end="", flush=True)
     console.print()
     seconds = perf_counter() - started
     logger.info(
@@ -63,7 +67,7 @@ def _prompts(config: GenerateConfig) -> list[Prompt]:
     if text is None:
         if sys.stdin.isatty():
             raise ValueError("prompt: none given; use --prompt, --prompts, or write one to stdin")
-        text = sys.stdin.read().strip()
+        text = read_stdin().strip()
         if not text:
             raise ValueError("prompt: stdin is empty; write a prompt to it, or use --prompt")
-    return [Prompt("prompt", as_messages(text))]
+    return [Prompt("1", as_messages(text))]

@@ -131,7 +131,7 @@ def refuse_unsupported_cache(model: PreTrainedModel, capacity: int) -> None:
             f"model {config.model_type!r} has layers of kind {', '.join(sorted(other))}, "
             "whose state cannot be rolled back; use a model with full attention"
         )
-    takes = inspect.signature(model.forward).parameters
+    takes = inspect.signature(type(model).forward).parameters
     if not {"cache", "position_ids"} <= takes.keys() or getattr(config, "alibi", False):
         raise ValueError(
             f"model {config.model_type!r} cannot be told the positions of its tokens, which rows of different lengths "

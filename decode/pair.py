@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -54,16 +55,26 @@ class Pair:
             ValueError: there is none, or it is not one we understand.
         """
         path = folder / "pair.json"
+        if not folder.is_dir():
+            raise ValueError(f"pair {folder}: there is no such folder; give the one that `spec-distill` wrote")
         if not path.is_file():
-            raise ValueError(f"pair {folder}: holds no pair.json; give the folder that `spec-distill` wrote")
+            raise ValueError(
+                f"pair {folder}: holds no pair.json; give the folder that `spec-distill` wrote, "
+                "or, with a draft of another origin, its --target"
+            )
         try:
-            content = json.loads(path.read_text())
-            version = content.pop("format_version")
+            content = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(content, dict):
+                raise ValueError("it is no JSON object")
+            version = content.pop("format_version", None)
             if version != FORMAT_VERSION:
                 raise ValueError(f"format_version is {version}, this release reads {FORMAT_VERSION}")
-            return cls(**content)
-        except (KeyError, TypeError, json.JSONDecodeError, ValueError) as error:
+            pair = cls(**content)
+            if not isinstance(pair.target, dict) or not isinstance(pair.num_draft_tokens, int):
+                raise ValueError("target must be an object and num_draft_tokens a whole number")
+        except (TypeError, ValueError) as error:
             raise ValueError(f"{path}: not a pair description: {error}") from error
+        return pair
 
     def target_id(self) -> str:
         """The target's hub name or folder.
@@ -91,7 +102,7 @@ def load_model(name: str, dtype: Dtype = "auto", role: str = "model") -> PreTrai
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:  # RuntimeError: shapes that do not fit
         raise _not_loadable(name, role, error) from error
     logger.info("%s %s: %s on %s", role, name, str(model.dtype).removeprefix("torch."), device)
     nn.Module.to(model, device)
@@ -130,7 +141,8 @@ def refuse_other_tokenizer(target: Tokenizer, draft: Tokenizer, target_name: str
         )
         raise ValueError(
             f"draft {draft_name}: its tokenizer is not that of target {target_name}: id {first} is "
-            f"{draft_tokens.get(first)!r} there and {target_tokens.get(first)!r} here; use a draft made for this target"
+            f"{draft_tokens.get(first)!r} in the draft and {target_tokens.get(first)!r} in the target; "
+            "use a draft made for this target"
         )
     probe = "Hello,  wörld!\n\n2024 x=1;\t<|im_end|>"
     if target.encode(probe) != draft.encode(probe):
@@ -167,9 +179,18 @@ def save_draft_vocab(folder: Path, token_ids: Tensor) -> None:
 
 
 def load_draft_vocab(folder: Path) -> Tensor | None:
-    """Ids of the draft's reduced output vocabulary, int64 [draft_vocab]; None when it has them all."""
+    """Ids of the draft's reduced output vocabulary, int64 [draft_vocab]; None when it has them all.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
     path = folder / "draft_vocab.safetensors"
-    return load_file(path)["token_ids"] if path.is_file() else None
+    if not path.is_file():
+        return None
+    try:
+        return load_file(path)["token_ids"]
+    except (SafetensorError, KeyError) as error:
+        raise ValueError(f"{path}: not a draft's vocabulary: {error}; build the pair anew") from error
 
 
 def _require_folder_or_hub_name(name: str, role: str) -> None:
@@ -185,7 +206,7 @@ def _require_folder_or_hub_name(name: str, role: str) -> None:
 def _not_loadable(name: str, what: str, error: Exception) -> ValueError:
     if not Path(name).is_dir():
         return ValueError(f"{what} {name}: there is no such folder, and the hub did not provide it")
-    reason = str(error).strip().split("\n")[0]
+    reason = str(error).strip().split("\n")[0].rstrip(": ")
     return ValueError(f"{what} {name}: cannot be loaded: {reason}")
 
 

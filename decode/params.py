@@ -28,14 +28,17 @@ class SamplingParams:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature is {self.temperature}: use 0 for greedy or a positive number")
+        # logits divided by less would overflow
+        if self.temperature != 0 and not 1e-6 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature is {self.temperature}: use 0 for greedy or a number of at least 1e-6")
         if self.top_k < 0:
             raise ValueError(f"top_k is {self.top_k}: use 0 to keep all tokens or a positive number")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}: use a number above 0 and at most 1 (1 keeps all tokens)")
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {self.max_new_tokens}: use at least 1")
+        if self.seed < 0:
+            raise ValueError(f"seed is {self.seed}: use 0 or a positive number")
 
 
 @dataclass

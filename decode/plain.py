@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from .model import CachedModel, HeadInput
@@ -46,7 +47,7 @@ class PlainDecoder:
         capacity = max(map(len, prompts)) + params.max_new_tokens
         cached = CachedModel(self.model, len(prompts), capacity)
         noise = RowNoise(params.seed, streams or list(range(len(prompts))), self.model.device)
-        kept: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in prompts]
+        kept: list[list[tuple[Tensor, Tensor]]] = [[] for _ in prompts]
         active = list(range(len(prompts)))
         cached.prefill(prompts)
         last_tokens = torch.tensor([prompt[-1] for prompt in prompts], device=self.model.device)
@@ -56,7 +57,7 @@ class PlainDecoder:
                 p = next_token_distribution(logits, params.temperature, params.top_k, params.top_p)
                 last_tokens = sample(p, noise.draw(1).squeeze(1))
                 if keep_hidden_states:
-                    log_normalizers = logits.float().logsumexp(dim=-1)
+                    log_normalizers = _log_normalizers(logits, p, last_tokens, params)
                 for place, (row, token) in enumerate(zip(active, last_tokens.tolist(), strict=True)):
                     completions[row].extend([token], ["plain"], self.stop_ids, params.max_new_tokens)
                     if keep_hidden_states:
@@ -75,3 +76,12 @@ class PlainDecoder:
                 completion.hidden_states = torch.stack([state for state, _ in steps])
                 completion.log_normalizers = torch.stack([normalizer for _, normalizer in steps])
         return completions
+
+
+def _log_normalizers(logits: Tensor, p: Tensor, tokens: Tensor, params: SamplingParams) -> Tensor:
+    """logsumexp of the unprocessed logits [rows, vocab], fp32 [rows]."""
+    if (params.temperature, params.top_k, params.top_p) != (1, 0, 1):
+        return logits.float().logsumexp(dim=-1)
+    # log p = logit - normaliser at any token of an unprocessed p, which spares a pass over the vocabulary
+    drawn = tokens.unsqueeze(1)
+    return (logits.gather(1, drawn).float() - p.gather(1, drawn).log()).squeeze(1)

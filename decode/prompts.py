@@ -7,6 +7,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Literal
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 EMBEDDED = ("service", "general")
@@ -38,7 +39,7 @@ def load_prompts(source: str) -> list[Prompt]:
         text = (resources.files(__package__) / "prompt_sets" / f"{source}.jsonl").read_text(encoding="utf-8")
         return _parse_jsonl(text, source)
     if source == "-":
-        return _parse_lines(sys.stdin.read(), "stdin")
+        return _parse_lines(read_stdin(), "stdin")
     path = Path(source)
     if not path.is_file():
         raise ValueError(
@@ -51,12 +52,36 @@ def load_prompts(source: str) -> list[Prompt]:
     return _parse_jsonl(text, source) if path.suffix == ".jsonl" else _parse_lines(text, source)
 
 
+def read_stdin() -> str:
+    """All of stdin.
+
+    Raises:
+        ValueError: it is not text.
+    """
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"prompts stdin: not UTF-8 text: {error}") from error
+
+
 def encode(tokenizer: Tokenizer, messages: tuple[dict[str, str], ...]) -> list[int]:
-    """Token ids of a conversation, up to where the answer begins; a tokenizer without template gets the bare text."""
+    """Token ids of a conversation, up to where the answer begins; a tokenizer without template gets the bare text.
+
+    Raises:
+        ValueError: the chat template refuses the messages, or there is no token in them.
+    """
+    quiet = {"verbose": False}  # a text that is too long is refused in our own words
     if tokenizer.chat_template is None:
-        ids: list[int] = tokenizer.encode("\n\n".join(message["content"] for message in messages))
+        ids: list[int] = tokenizer.encode("\n\n".join(message["content"] for message in messages), **quiet)
     else:
-        ids = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)  # type: ignore[assignment]
+        try:
+            ids = tokenizer.apply_chat_template(  # type: ignore[assignment]
+                list(messages), add_generation_prompt=True, return_dict=False, tokenizer_kwargs=quiet
+            )
+        except TemplateError as error:
+            raise ValueError(f"the model's chat template refuses these messages: {error}") from error
+    if not ids:
+        raise ValueError("the prompt holds no token: write some text")
     return ids
 
 
@@ -65,16 +90,20 @@ def as_messages(prompt: str) -> tuple[dict[str, str], ...]:
 
 
 def _parse_lines(text: str, source: str) -> list[Prompt]:
-    lines = [line for line in text.splitlines() if line.strip()]
-    _refuse_empty(lines, source)
-    return [Prompt(id=f"{source}:{number}", messages=as_messages(line)) for number, line in enumerate(lines, start=1)]
+    return [Prompt(f"{source}:{number}", as_messages(line)) for number, line in _numbered_lines(text, source)]
 
 
 def _parse_jsonl(text: str, source: str) -> list[Prompt]:
+    return [_parse_row(line, source, number) for number, line in _numbered_lines(text, source)]
+
+
+def _numbered_lines(text: str, source: str) -> list[tuple[int, str]]:
+    """Lines that are not blank, and their numbers from 1."""
     # not splitlines: JSON strings may hold U+2028, which is no line end
     numbered = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
-    _refuse_empty(numbered, source)
-    return [_parse_row(line, source, number) for number, line in numbered]
+    if not numbered:
+        raise ValueError(f"prompts {source}: holds no prompt")
+    return numbered
 
 
 def _parse_row(line: str, source: str, number: int) -> Prompt:
@@ -97,12 +126,8 @@ def _messages(row: dict[str, object], where: str) -> tuple[dict[str, str], ...]:
         return as_messages(prompt)
     if isinstance(messages, list) and messages:
         for message in messages:
-            if not isinstance(message, dict) or not isinstance(message.get("content"), str) or "role" not in message:
-                raise ValueError(f'{where}: each message needs a "role" and a "content"')
+            parts = [message.get("role"), message.get("content")] if isinstance(message, dict) else [None]
+            if not all(isinstance(part, str) for part in parts):
+                raise ValueError(f'{where}: each message needs a "role" and a "content", both text')
         return tuple({"role": message["role"], "content": message["content"]} for message in messages)
     raise ValueError(f'{where}: needs a non-empty "prompt" (text) or "messages" (list)')
-
-
-def _refuse_empty(lines: list[object] | list[str] | list[tuple[int, str]], source: str) -> None:
-    if not lines:
-        raise ValueError(f"prompts {source}: holds no prompt")

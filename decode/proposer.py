@@ -83,7 +83,7 @@ class DraftModelProposer:
 
     def score(self, tokens: Tensor) -> Tensor:
         """Logits after every token of whole texts, int64 [rows, n] to [rows, n, columns]; no cache involved."""
-        logits: Tensor = self.model(input_ids=tokens.to(self.model.device), use_cache=False).logits
+        logits: Tensor = self.model(input_ids=self._readable(tokens.to(self.model.device)), use_cache=False).logits
         return self._meaningful(logits)
 
     def _catch_up(self, sequences: list[list[int]]) -> Tensor:
@@ -95,15 +95,18 @@ class DraftModelProposer:
         counts = list(map(len, pending))
         width = max(counts)
         padded = torch.tensor([ids + [0] * (width - len(ids)) for ids in pending], device=self.model.device)
-        # padding of the target's vocabulary, which may be wider, is drawn once in a blue moon
-        padded.clamp_max_(self.model.get_input_embeddings().num_embeddings - 1)
-        logits = self.cached.forward(padded, counts)
+        logits = self.cached.forward(self._readable(padded), counts)
         self.num_passes += 1
         return self._meaningful(logits[torch.arange(len(counts)), torch.tensor(counts) - 1])
 
     def _step(self, tokens: Tensor) -> Tensor:
         self.num_passes += 1
         return self._meaningful(self.cached.forward(tokens.unsqueeze(1).to(self.model.device))[:, 0])
+
+    def _readable(self, tokens: Tensor) -> Tensor:
+        """Replace ids beyond the draft's embeddings: padding of a wider target, drawn once in a blue moon."""
+        num_embeddings: int = self.model.get_input_embeddings().num_embeddings  # type: ignore[assignment]
+        return tokens.clamp_max(num_embeddings - 1)
 
     def _meaningful(self, logits: Tensor) -> Tensor:
         """Drop padding columns that the target does not have: they are no tokens."""

@@ -26,7 +26,7 @@ def next_token_distribution(
         # argmax of a bf16 tie must not depend on the layout: torch documents the first maximum on every device.
         first_argmax = logits.argmax(dim=-1, keepdim=True)
         return torch.zeros(logits.shape, dtype=torch.float32, device=logits.device).scatter_(-1, first_argmax, 1.0)
-    scores = logits.float() / temperature
+    scores = logits.float() if temperature == 1 else logits.float() / temperature
     if 0 < top_k < scores.shape[-1]:
         kth_score = scores.topk(top_k, dim=-1).values[..., -1:]
         scores = scores.masked_fill(scores < kth_score, -torch.inf)

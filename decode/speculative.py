@@ -60,9 +60,8 @@ class Trace:
 
     @property
     def betas(self) -> list[float]:
-        """Share accepted of the tokens judged at each position; nan where none was."""
-        pairs = zip(self.accepted, self.reached, strict=True)
-        return [accepted / reached if reached else float("nan") for accepted, reached in pairs]
+        """Share accepted of the tokens judged at each position, up to the last position that was reached."""
+        return [accepted / reached for accepted, reached in zip(self.accepted, self.reached, strict=True) if reached]
 
     @property
     def block_efficiency(self) -> float:
@@ -107,6 +106,10 @@ class SpeculativeEngine:
         self.verify = verify
         self.seconds = Seconds()
 
+    def capacity(self, prompts: list[list[int]], params: SamplingParams) -> int:
+        """How many tokens the caches must hold: a row that waits for its neighbours may draft past its end."""
+        return max(map(len, prompts)) + params.max_new_tokens + self.num_draft_tokens
+
     def generate_ids(self, prompts: list[list[int]], params: SamplingParams) -> tuple[list[Completion], list[Trace]]:
         """Continue every prompt, all rows in one batch; see `rounds` for what a round is."""
         completions, traces = [Completion() for _ in prompts], [Trace() for _ in prompts]
@@ -128,8 +131,7 @@ class SpeculativeEngine:
         accepted ones and one more from the target. Yields after each round, for whoever streams.
         """
         device = self.target.device
-        # a row may draft past its end, and the draft's last token is never fed
-        capacity = max(map(len, prompts)) + params.max_new_tokens + self.num_draft_tokens
+        capacity = self.capacity(prompts, params)
         target = CachedModel(self.target, len(prompts), capacity)
         noise = RowNoise(params.seed, list(range(len(prompts))), device)
         active = list(range(len(prompts)))

@@ -3,13 +3,12 @@
 import copy
 import logging
 import re
-import shutil
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from decode.pair import (
@@ -20,6 +19,7 @@ from decode.pair import (
     save_draft_vocab,
     stop_token_ids,
 )
+from train.checkpoint import publish, remove_folder
 from train.provenance import provenance
 
 from .config import BuildConfig
@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 # enough for the mass of rare tokens to settle; a pass over more changes few of the chosen ids
 VOCAB_SAMPLE_TOKENS = 30_000
+# settings that hold one value per layer
+PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")
 
 
 def build(config: BuildConfig) -> Path:
@@ -39,35 +41,31 @@ def build(config: BuildConfig) -> Path:
         ValueError: the output exists, a layer that the target does not have, or responses that are not there.
     """
     output = Path(config.output)
+    tokenizer = load_tokenizer(config.target, "target")
+    num_layers = AutoConfig.from_pretrained(config.target).get_text_config().num_hidden_layers
+    layers = choose_layers(config.layers, num_layers)
+    resolved = {**asdict(config), "layers": layers}
     if output.exists():
-        _refuse_other_pair(output, asdict(config))
+        _refuse_other_pair(output, resolved)
         logger.info("%s is complete already; nothing to do", output)
         return output
-    tokenizer = load_tokenizer(config.target, "target")
+    if config.responses is not None:
+        load_responses(config.responses, "train")  # or refuse them, before the target is loaded
     target = load_model(config.target, role="target")
-    layers = choose_layers(config.layers, len(_layer_list(target)[1]))
+    token_ids = _draft_vocab(config, target, tokenizer)
     draft = draft_from_layers(target, layers)
     temporary = output.parent / f".{output.name}.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    if config.vocab_size is not None and config.responses is not None:
-        mass = probability_mass(config.responses, target)
-        always = {*stop_token_ids(target, tokenizer), *_special_ids(tokenizer)}
-        token_ids = choose_vocab(mass, config.vocab_size, always)
-        logger.info(
-            "output vocabulary: %d tokens, %.1f%% of probability mass",
-            len(token_ids),
-            100 * mass[token_ids].sum(),
-        )
-        save_draft_vocab(temporary, token_ids)
+    remove_folder(temporary)
     draft.save_pretrained(temporary / "draft")
     tokenizer.save_pretrained(temporary / "draft")
+    if token_ids is not None:
+        save_draft_vocab(temporary, token_ids)
     Pair(
         target=describe_target(config.target, tokenizer),
         num_draft_tokens=config.num_draft_tokens,
-        provenance=provenance({**asdict(config), "layers": layers}),
+        provenance=provenance(resolved),
     ).save(temporary)
-    temporary.rename(output)
+    publish(temporary, output)
     parameters = sum(parameter.numel() for parameter in draft.parameters())
     logger.info("%s: a draft of layers %s of the target, %.1f M parameters", output, layers, parameters / 1e6)
     return output
@@ -96,8 +94,9 @@ def draft_from_layers(target: PreTrainedModel, layers: list[int]) -> PreTrainedM
     config = copy.deepcopy(target.config)
     text_config = config.get_text_config()
     text_config.num_hidden_layers = len(layers)
-    if getattr(text_config, "layer_types", None):
-        text_config.layer_types = [text_config.layer_types[layer] for layer in layers]
+    for name in PER_LAYER:
+        if of_each := getattr(text_config, name, None):
+            setattr(text_config, name, [of_each[layer] for layer in layers])
     weights = target.state_dict()
     of_layer = re.compile(re.escape(prefix) + r"\.(\d+)\.(.+)")
     chosen = {name: tensor for name, tensor in weights.items() if not of_layer.fullmatch(name)}
@@ -120,7 +119,7 @@ def probability_mass(responses: str, target: PreTrainedModel) -> Tensor:
     The mean of p has less noise than counts of the tokens drawn from it. Uses the hidden states kept with the
     responses where there are any.
     """
-    rows = load_responses(responses, "train").shuffle(seed=0)
+    rows = load_responses(responses, "train").shuffle(seed=0, keep_in_memory=True)
     kept_dtype = hidden_states_dtype(responses) if "hidden_states" in rows.column_names else None
     head = TeacherHead(target)
     mass = torch.zeros(len(head.weight), device=target.device)
@@ -136,14 +135,28 @@ def probability_mass(responses: str, target: PreTrainedModel) -> Tensor:
 
 
 def choose_vocab(mass: Tensor, size: int, always: set[int]) -> Tensor:
-    """The `size` token ids of largest mass, `always` among them, int64 ascending."""
+    """The `size` token ids of largest mass, `always` among them, int64 ascending.
+
+    Raises:
+        ValueError: `always` alone is more.
+    """
+    if size < len(always):
+        raise ValueError(f"vocab_size: {size} has no room for the {len(always)} special tokens; give more")
     mass = mass.clone()
     mass[list(always)] = torch.inf
     return mass.topk(min(size, len(mass))).indices.sort().values.cpu()
 
 
-def _special_ids(tokenizer: Tokenizer) -> set[int]:
-    return set(tokenizer.all_special_ids)
+def _draft_vocab(config: BuildConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> Tensor | None:
+    """Ids of the draft's output vocabulary, int64 ascending; None for all of them."""
+    if config.vocab_size is None or config.responses is None:
+        return None
+    mass = probability_mass(config.responses, target)
+    always = {*stop_token_ids(target, tokenizer), *tokenizer.all_special_ids}
+    token_ids = choose_vocab(mass, config.vocab_size, always)
+    share = 100 * float(mass[token_ids].sum())
+    logger.info("output vocabulary: %d tokens, %.1f%% of probability mass", len(token_ids), share)
+    return token_ids
 
 
 def _layer_list(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
@@ -159,11 +172,13 @@ def _layer_list(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     raise ValueError(f"target: model type {model.config.model_type!r} has no list of {num_layers} decoder layers")
 
 
-def _refuse_other_pair(output: Path, wanted: dict[str, object]) -> None:
+def _refuse_other_pair(output: Path, resolved: dict[str, object]) -> None:
+    if not (output / "pair.json").is_file():
+        raise ValueError(f"output {output}: exists and holds no pair; give another folder")
     recorded = Pair.load(output).provenance.get("resolved_config", {})
-    for key in ("target", "vocab_size", "responses", "num_draft_tokens"):
-        if recorded.get(key) != wanted[key]:
+    for key, wanted in resolved.items():
+        if key != "output" and recorded.get(key) != wanted:
             raise ValueError(
-                f"{key}: {wanted[key]!r} differs from {recorded.get(key)!r}, with which {output} was built; "
+                f"{key}: {wanted!r} differs from {recorded.get(key)!r}, with which {output} was built; "
                 "give another output, or delete the folder"
             )

@@ -1,5 +1,6 @@
 """Responses of the target: generated once, kept as token ids, learnt from and judged on many times."""
 
+import hashlib
 import json
 import logging
 import shutil
@@ -18,7 +19,7 @@ from decode.params import Completion
 from decode.plain import PlainDecoder
 from decode.progress import ProgressBar
 from decode.prompts import Prompt, encode, load_prompts
-from train.checkpoint import write_text
+from train.checkpoint import publish, remove_folder, write_text
 from train.provenance import provenance
 
 from .config import RespondConfig
@@ -56,42 +57,27 @@ def respond(config: RespondConfig) -> Path:
     """
     datasets.disable_progress_bars()
     output = Path(config.output)
+    parts = output.parent / f".{output.name}.partial"
+    prompts = _all_samples(load_prompts(config.prompts), config)
     settings = {key: value for key, value in asdict(config).items() if key != "output"}
+    settings["prompts_sha256"] = hashlib.sha256(repr(prompts).encode()).hexdigest()
     if output.exists():
         _refuse_other_settings(output, settings)
+        remove_folder(parts)
         logger.info("%s is complete already; nothing to do", output)
         return output
+    if begun := (parts / RECORD).is_file():
+        _refuse_other_settings(parts, settings)
     tokenizer = load_tokenizer(config.target, "target")
-    prompts = _all_samples(load_prompts(config.prompts), config)
     encoded = [encode(tokenizer, prompt.messages) for prompt in prompts]
     model = load_model(config.target, config.dtype, "target")
     _refuse_long_prompts(prompts, encoded, config, model.config.get_text_config())
-    decoder = PlainDecoder(model, stop_token_ids(model, tokenizer))
-    parts = output.parent / f".{output.name}.partial"
-    if parts.exists():
-        _refuse_other_settings(parts, settings)
-    else:
-        parts.mkdir(parents=True)
+    logger.info("%d responses, of which %d held out", len(prompts), sum(p.split == "heldout" for p in prompts))
+    if not begun:
+        parts.mkdir(parents=True, exist_ok=True)
         record = {"settings": settings, "hidden_states_dtype": str(model.dtype).removeprefix("torch.")}
         write_text(parts / RECORD, json.dumps({**record, "provenance": provenance(asdict(config))}, indent=2))
-    with ProgressBar("responses", len(prompts)) as bar:
-        for start in range(0, len(prompts), config.batch_size):
-            part = parts / f"{start:08d}"
-            batch = slice(start, start + config.batch_size)
-            end = start + len(encoded[batch])
-            if part.exists():
-                bar.skip(end)
-            else:
-                completions = decoder.generate_ids(
-                    encoded[batch],
-                    config.sampling,
-                    streams=list(range(start, end)),
-                    keep_hidden_states=config.keep_hidden_states,
-                    on_token=lambda rows: bar.advance(rows / config.sampling.max_new_tokens),
-                )
-                rows = list(_rows(prompts[batch], encoded[batch], completions))
-                _save(datasets.Dataset.from_list(rows, features=_features(config)), part)
-                bar.set(end)
+    _generate(PlainDecoder(model, stop_token_ids(model, tokenizer)), prompts, encoded, config, parts)
     _assemble(parts, prompts, output)
     return output
 
@@ -118,17 +104,51 @@ def hidden_states_dtype(folder: str) -> torch.dtype:
 
 
 def _all_samples(prompts: list[Prompt], config: RespondConfig) -> list[Prompt]:
-    """Held-out prompts once, training prompts as often as asked; a split is made where the set has none."""
-    period = round(1 / config.heldout_fraction)
+    """Held-out prompts once, training prompts as often as asked; a split is made where the set has none.
+
+    Raises:
+        ValueError: nothing to train on, or nothing held out.
+    """
+    total = len(prompts)
+    heldout = {place for place, prompt in enumerate(prompts) if prompt.split == "heldout"}
     if not any(prompt.split for prompt in prompts):
-        prompts = [
-            replace(prompt, split="heldout" if number % period == 0 else "train")
-            for number, prompt in enumerate(prompts, start=1)
-        ]
+        # at least one, evenly spaced
+        num_heldout = min(max(1, round(config.heldout_fraction * total)), total - 1)
+        heldout = {(number + 1) * total // num_heldout - 1 for number in range(num_heldout)}
+    if not 0 < len(heldout) < total:
+        lacking = "train" if heldout else "heldout"
+        raise ValueError(f"prompts {config.prompts}: none of {total} is in the split {lacking!r}; add or mark some")
     samples = []
-    for prompt in prompts:
-        samples += [prompt] * (1 if prompt.split == "heldout" else config.samples_per_prompt)
+    for place, prompt in enumerate(prompts):
+        if place in heldout:
+            samples.append(replace(prompt, split="heldout"))
+        else:
+            samples += [replace(prompt, split="train")] * config.samples_per_prompt
     return samples
+
+
+def _generate(
+    decoder: PlainDecoder, prompts: list[Prompt], encoded: list[list[int]], config: RespondConfig, parts: Path
+) -> None:
+    """Write a part per batch, but for those that are there."""
+    with ProgressBar("responses", len(prompts)) as bar:
+        for start in range(0, len(prompts), config.batch_size):
+            part = parts / f"{start:08d}"
+            batch = slice(start, start + config.batch_size)
+            end = start + len(encoded[batch])
+            if part.exists():
+                bar.skip(end)
+                continue
+            completions = decoder.generate_ids(
+                encoded[batch],
+                config.sampling,
+                streams=list(range(start, end)),
+                keep_hidden_states=config.keep_hidden_states,
+                on_token=lambda rows: bar.advance(rows / config.sampling.max_new_tokens),
+            )
+            rows = list(_rows(prompts[batch], encoded[batch], completions))
+            _save(datasets.Dataset.from_list(rows, features=_features(config)), part)
+            bar.set(end)
 
 
 def _rows(prompts: list[Prompt], encoded: list[list[int]], completions: list[Completion]) -> Iterator[dict[str, Any]]:
@@ -157,27 +177,24 @@ def _features(config: RespondConfig) -> datasets.Features:
 def _assemble(parts: Path, prompts: list[Prompt], output: Path) -> None:
     """Join the parts, split them, and let the output appear complete or not at all."""
     everything = datasets.concatenate_datasets(
-        [datasets.load_from_disk(str(part)) for part in sorted(parts.iterdir()) if part.is_dir()]
+        [datasets.load_from_disk(str(part)) for part in sorted(parts.glob("[0-9]*"))]
     )
-    places: dict[str, list[int]] = {"train": [], "heldout": []}
-    for place, prompt in enumerate(prompts):
-        places[prompt.split or "train"].append(place)
-    if empty := [split for split, rows in places.items() if not rows]:
-        raise ValueError(f"prompts: none of them is in the split {empty[0]!r}; mark some, or mark none at all")
-    splits = datasets.DatasetDict({split: everything.select(rows) for split, rows in places.items()})
+    splits = datasets.DatasetDict()
+    for split in ("train", "heldout"):
+        splits[split] = everything.select([place for place, prompt in enumerate(prompts) if prompt.split == split])
     finished = output.parent / f".{output.name}.finished"
-    shutil.rmtree(finished, ignore_errors=True)
+    remove_folder(finished)
     splits.save_to_disk(str(finished))
     shutil.copy(parts / RECORD, finished / RECORD)
-    finished.rename(output)
-    shutil.rmtree(parts)
+    publish(finished, output)
+    remove_folder(parts)
 
 
 def _save(dataset: datasets.Dataset, folder: Path) -> None:
     temporary = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
+    remove_folder(temporary)
     dataset.save_to_disk(str(temporary))
-    temporary.rename(folder)
+    publish(temporary, folder)
 
 
 def _refuse_other_settings(folder: Path, settings: dict[str, Any]) -> None:
@@ -187,7 +204,7 @@ def _refuse_other_settings(folder: Path, settings: dict[str, Any]) -> None:
     recorded = json.loads((folder / RECORD).read_text())["settings"]
     wanted = json.loads(json.dumps(settings))
     for key, value in wanted.items():
-        if recorded.get(key) != value:
+        if recorded.get(key, value) != value:  # what is not recorded cannot be compared
             raise ValueError(
                 f"{key}: {value!r} differs from {recorded.get(key)!r}, with which {folder} was begun; "
                 "restore it, give another output, or delete the folder"

@@ -13,7 +13,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from decode.pair import Pair, load_draft_vocab, load_model, load_tokenizer, save_draft_vocab
+from decode.pair import (
+    Pair,
+    describe_target,
+    load_draft_vocab,
+    load_model,
+    load_tokenizer,
+    refuse_other_tokenizer,
+    save_draft_vocab,
+)
 from train.loop import FitResult, StepOutput, fit
 from train.provenance import provenance
 
@@ -125,31 +133,65 @@ def distill(config: RunConfig) -> FitResult:
     pair = Pair.load(folder)
     target_name = config.target or pair.target_id()
     rows, heldout = load_responses(config.responses, "train"), load_responses(config.responses, "heldout")
-    kept_dtype = None
-    if config.teacher == "hidden_states":
-        if "hidden_states" not in rows.column_names:
-            raise ValueError(
-                f"teacher: responses {config.responses} keep no hidden states; "
-                "make them with `spec-distill respond --keep_hidden_states true`, or use teacher online"
-            )
-        kept_dtype = hidden_states_dtype(config.responses)
+    kept_dtype = _kept_dtype(config, rows)
+    tokenizer, draft_name = load_tokenizer(target_name, "target"), str(folder / "draft")
+    refuse_other_tokenizer(tokenizer, load_tokenizer(draft_name, "draft"), target_name, draft_name)
     target = load_model(target_name, role="target")
-    draft = load_model(str(folder / "draft"), "float32", "draft")
+    draft = load_model(draft_name, "float32", "draft")
     head = TeacherHead(target, _on(target.device, load_draft_vocab(folder)), config.temperature)
     if config.alignment_weight and draft.config.get_text_config().hidden_size != head.weight.shape[1]:
         raise ValueError("alignment_weight: draft and target differ in hidden size; use 0")
-    draft.requires_grad_(True)
-    if not config.train_embeddings:
-        for module in (draft.get_input_embeddings(), draft.get_output_embeddings()):
-            module.requires_grad_(False)
+    if kept_dtype:
+        _refuse_other_states(collate([rows[0]], 0, kept_dtype), head, config.responses)
+    _choose_trainable(draft, config.train_embeddings)
     module = DistillModule(draft, head, None if kept_dtype else target, config)
     resolved = asdict(config)
     pair.provenance = provenance(resolved)
     pair.sampling = {"temperature": config.temperature}
-    task = DistillTask(module, load_tokenizer(str(folder / "draft"), "draft"), heldout, pair)
+    pair.measured = {}  # was of the draft before
+    if config.target:
+        pair.target = describe_target(config.target, tokenizer)
+    task = DistillTask(module, tokenizer, heldout, pair)
     task.kept_dtype, task.micro_batch_size = kept_dtype, config.train.micro_batch_size
     lengths = pc.list_value_length(rows.with_format("arrow")[:]["input_ids"]).to_pylist()
     return fit(task, rows, lengths, config.train, resolved, result_name="pair")
+
+
+def _kept_dtype(config: RunConfig, rows: datasets.Dataset) -> torch.dtype | None:
+    """Dtype of the kept hidden states; None when the teacher is online.
+
+    Raises:
+        ValueError: they are wanted and were not kept.
+    """
+    if config.teacher == "online":
+        return None
+    if "hidden_states" not in rows.column_names:
+        raise ValueError(
+            f"teacher: responses {config.responses} keep no hidden states; "
+            "make them with `spec-distill respond --keep_hidden_states true`, or use teacher online"
+        )
+    return hidden_states_dtype(config.responses)
+
+
+def _refuse_other_states(batch: Batch, head: TeacherHead, responses: str) -> None:
+    """States of another model would pass for this one's: compare normalisers."""
+    states, kept = batch["teacher_hidden"].to(head.weight.device), batch["log_normalizers"]
+    if states.shape[1] == head.weight.shape[1]:
+        error = (head.log_normalizers(states).cpu() - kept).abs().mean()
+        # the same products, maybe summed in another order or on another device
+        if error <= max(1e-3, torch.finfo(states.dtype).eps) * kept.abs().mean():
+            return
+    raise ValueError(f"teacher: the hidden states in {responses} are not of this target; make them anew with it")
+
+
+def _choose_trainable(draft: PreTrainedModel, train_embeddings: bool) -> None:
+    draft.requires_grad_(True)
+    head = draft.get_output_embeddings()
+    if not train_embeddings:
+        draft.get_input_embeddings().requires_grad_(False)
+        head.requires_grad_(False)
+    elif head.bias is not None:
+        head.bias.requires_grad_(False)  # the loss takes the teacher's
 
 
 def _on(device: torch.device, tensor: Tensor | None) -> Tensor | None:

@@ -16,6 +16,9 @@ class TeacherHead:
         target: the model whose head it is; the head's weights are shared, not copied.
         token_ids: int64 [draft_vocab], the columns wanted; None for all.
         temperature: of the distribution; above 0.
+
+    Raises:
+        ValueError: the target makes its logits in a way that is not known here.
     """
 
     def __init__(self, target: PreTrainedModel, token_ids: Tensor | None = None, temperature: float = 1.0) -> None:
@@ -24,9 +27,13 @@ class TeacherHead:
         self.bias: Tensor | None = None if head.bias is None else head.bias.detach()
         self.token_ids = token_ids
         self.temperature = temperature
-        self.soft_cap: float | None = getattr(target.config.get_text_config(), "final_logit_softcapping", None)
+        config = target.config.get_text_config()
+        self.soft_cap: float | None = getattr(config, "final_logit_softcapping", None)
+        # Cohere multiplies its logits, Granite divides them
+        self.scale: float = getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
         self.weight_rows = self.weight if token_ids is None else self.weight[token_ids]
         self.bias_rows = self.bias if self.bias is None or token_ids is None else self.bias[token_ids]
+        self._refuse_other_logits(target)
 
     def log_probabilities(self, hidden: Tensor, log_normalizers: Tensor | None = None) -> Tensor:
         """log p of the wanted tokens, normalised over the whole vocabulary.
@@ -44,6 +51,10 @@ class TeacherHead:
         log_p = (self._logits(hidden, self.weight, self.bias) / self.temperature).log_softmax(dim=-1)
         return log_p if self.token_ids is None else log_p[:, self.token_ids]
 
+    def log_normalizers(self, hidden: Tensor) -> Tensor:
+        """What `log_probabilities` can be spared: logsumexp of the whole head's logits at temperature 1, [tokens]."""
+        return self._logits(hidden, self.weight, self.bias).logsumexp(dim=-1)
+
     def draft_log_probabilities(self, logits: Tensor) -> Tensor:
         """log q of the wanted tokens from the draft's raw products with the head, [tokens, draft_vocab].
 
@@ -56,7 +67,22 @@ class TeacherHead:
 
     def _finish(self, products: Tensor, bias: Tensor | None) -> Tensor:
         logits = products.float() if bias is None else products.float() + bias.float()
+        if self.scale != 1:
+            logits = self.scale * logits
         return logits if self.soft_cap is None else self.soft_cap * torch.tanh(logits / self.soft_cap)
+
+    @torch.no_grad()
+    def _refuse_other_logits(self, target: PreTrainedModel) -> None:
+        """A model that does more to its logits would be misread without a sign: compare those of one pass."""
+        input_ids = torch.tensor([[0, 1]], device=target.device)
+        batch = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids), "predicts": input_ids >= 0}
+        ours = self._logits(final_hidden_states(target, batch), self.weight, self.bias)
+        theirs = target(input_ids=input_ids, use_cache=False).logits[0].float()
+        if (ours - theirs).abs().max() > 0.02 * theirs.abs().max():
+            raise ValueError(
+                f"target: model type {target.config.model_type!r} makes its logits from its hidden states in a way "
+                "that is not known here; use another target"
+            )
 
 
 def collate(rows: list[dict[str, Any]], padding_id: int, kept_dtype: torch.dtype | None) -> Batch:

@@ -33,6 +33,9 @@ TYPES = {
 class Parser(jsonargparse.ArgumentParser):
     """An argument parser whose errors are one line; an unknown key is answered with the nearest known one."""
 
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, allow_abbrev=False, **options)  # half a key is a mistake, not a key
+
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Prints `program: error: …` and exits with 2."""
         if not self.exit_on_error:  # jsonargparse's inner parsers expect to catch the error themselves

@@ -1,0 +1,336 @@
+"""`spec-decode` from the command line: text, figures, and one line for whatever a user gets wrong."""
+
+import io
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging as transformers_logging
+
+from decode import SamplingParams, SpeculativeDecoder, cli, console
+from decode.pair import Pair
+
+ModelFolder = Callable[..., Path]
+Capture = pytest.CaptureFixture[str]
+SHORT = ("--sampling.max_new_tokens", "12")
+
+
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Log lines stay with pytest, so that stderr holds errors only."""
+    monkeypatch.setattr(console, "_configure_logging", lambda: None)
+    transformers_logging.disable_progress_bar()
+    yield
+    transformers_logging.enable_progress_bar()
+
+
+@pytest.fixture(scope="module")
+def target(tiny_model_folder: ModelFolder) -> Path:
+    return tiny_model_folder(seed=0)
+
+
+@pytest.fixture
+def pair(target: Path, tiny_model_folder: ModelFolder, tmp_path: Path) -> Path:
+    shutil.copytree(tiny_model_folder(seed=1, num_layers=1), tmp_path / "pair" / "draft")
+    Pair(target={"id": str(target)}, num_draft_tokens=2).save(tmp_path / "pair")
+    return tmp_path / "pair"
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"Item {n}", "id": f"item-{n}"}) + "\n" for n in range(6)))
+    return path
+
+
+def type_in(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+
+
+def answer(pair: Path, prompt: str, max_new_tokens: int = 12, **sampling: Any) -> str:
+    decoder = SpeculativeDecoder.from_pretrained(None, str(pair))
+    (generation,) = decoder.generate(prompt, SamplingParams(max_new_tokens=max_new_tokens, **sampling))
+    return generation.text
+
+
+@pytest.mark.parametrize("options", [[], ["--stream"], ["--stream", "true"], ["--stream", "false"]])
+def test_the_answer_and_nothing_else_goes_to_stdout(pair: Path, options: list[str], capsys: Capture) -> None:
+    assert cli.main(["generate", "--pair", str(pair), "--prompt", "Hi", *SHORT, *options]) == 0
+    assert capsys.readouterr() == (answer(pair, "Hi") + "\n", "")
+
+
+def test_the_text_is_not_touched(pair: Path, capsys: Capture) -> None:
+    """Tabs, carriage returns and control characters arrive as they were generated."""
+    text = answer(pair, "Hi", 300, temperature=10.0, seed=6)
+    assert {"\t", "\r", "\x0b", "\x07"} <= set(text)
+    options = ["--sampling.temperature", "10", "--sampling.seed", "6", "--sampling.max_new_tokens", "300"]
+    assert cli.main(["generate", "--pair", str(pair), "--prompt", "Hi", *options]) == 0
+    assert capsys.readouterr().out == text + "\n"
+
+
+def test_each_prompt_of_a_file_is_answered(pair: Path, prompts: Path, capsys: Capture) -> None:
+    assert cli.main(["generate", "--pair", str(pair), "--prompts", str(prompts), *SHORT]) == 0
+    out = capsys.readouterr().out
+    assert out == "\n".join(f"# item-{n}\n{answer(pair, f'Item {n}')}\n" for n in range(6))
+
+
+def test_stdin_is_one_prompt_or_one_a_line(pair: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    type_in(monkeypatch, "two\nlines\n")
+    assert cli.main(["generate", "--pair", str(pair), *SHORT]) == 0
+    assert capsys.readouterr().out == answer(pair, "two\nlines") + "\n"
+    type_in(monkeypatch, "two\nlines\n")
+    assert cli.main(["generate", "--pair", str(pair), "--prompts", "-", *SHORT]) == 0
+    out = capsys.readouterr().out
+    assert out == f"# stdin:1\n{answer(pair, 'two')}\n\n# stdin:2\n{answer(pair, 'lines')}\n"
+
+
+def test_accepted_tokens_can_be_shown(pair: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    command = ["generate", "--target", str(pair / "draft"), "--pair", str(pair), "--prompt", "Hi", *SHORT]
+    assert cli.main([*command, "--show_accepted"]) == 0
+    legend, text = capsys.readouterr().out.split("\n\n", 1)
+    assert "drafted and accepted" in legend
+    assert "\x1b[32m" in text  # the draft is its own target: all green and cyan
+    assert "\x1b[36m" in text
+    assert "\x1b[31m" not in text
+    assert cli.main(command) == 0
+    assert "\x1b" not in capsys.readouterr().out.replace(answer(pair, "Hi"), "")
+
+
+def test_a_file_configures_and_options_override_it(pair: Path, tmp_path: Path, capsys: Capture) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump({"pair": str(pair), "prompt": "Hi", "sampling": {"max_new_tokens": 40}}))
+    assert cli.main(["generate", "--config", str(config), *SHORT]) == 0
+    assert capsys.readouterr().out == answer(pair, "Hi") + "\n"
+
+
+def test_any_draft_will_do_with_a_target(target: Path, pair: Path, capsys: Capture) -> None:
+    command = ["generate", "--target", str(target), "--pair", str(pair / "draft"), "--prompt", "Hi", *SHORT]
+    assert cli.main(command) == 0
+    assert capsys.readouterr().out == answer(pair, "Hi") + "\n"
+
+
+def test_evaluate_prints_a_table_and_writes_figures(pair: Path, prompts: Path, tmp_path: Path, capsys: Capture) -> None:
+    output = tmp_path / "figures.json"
+    command = ["evaluate", "--pair", str(pair), "--prompts", str(prompts), *SHORT, "--output", str(output)]
+    assert cli.main(command) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    figures = json.loads(output.read_text())
+    assert f"{figures['alpha']:.3f}" in out
+    assert f"{figures['block_efficiency']:.2f}" in out
+    assert "T=1" in out
+    assert Pair.load(pair).measured == figures
+    assert figures["sampling"] == {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "max_new_tokens": 12, "seed": 0}
+
+
+def test_bench_prints_a_table_and_writes_figures(pair: Path, prompts: Path, tmp_path: Path, capsys: Capture) -> None:
+    output = tmp_path / "figures.json"
+    options = ["--prompts", str(prompts), "--num_prompts", "5", "--max_new_tokens", "6", "--output", str(output)]
+    assert cli.main(["bench", "--pair", str(pair), *options, "--temperatures", "[0, 0.5]"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert "greedy" in out
+    assert "T=0.5" in out
+    greedy, sampled = json.loads(output.read_text())
+    assert (greedy["sampling"]["temperature"], sampled["sampling"]["temperature"]) == (0, 0.5)
+    for timing in (greedy, sampled):
+        assert len(timing["ratios"]) == 5
+        assert timing["ratio"] == sorted(timing["ratios"])[2]
+        assert timing["trace"]["num_committed"] <= 5 * 6
+
+
+def test_a_draft_that_is_no_pair_can_be_timed(target: Path, pair: Path, prompts: Path, capsys: Capture) -> None:
+    options = ["--prompts", str(prompts), "--num_prompts", "5", "--max_new_tokens", "4", "--temperatures", "[0]"]
+    assert cli.main(["bench", "--target", str(target), "--pair", str(pair / "draft"), *options]) == 0
+    assert "greedy" in capsys.readouterr().out
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def refused(arguments: list[str], folder: Path, capsys: Capture) -> str:
+    """Run a command that must be refused in one line, leave every file alone, and print nothing else."""
+    before = tree(folder)
+    assert cli.main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("spec-decode: error: ")
+    assert err.count("\n") == 1
+    assert err.endswith("\n")
+    assert tree(folder) == before
+    return err.removeprefix("spec-decode: error: ").rstrip("\n")
+
+
+def write(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+@pytest.mark.parametrize("command", ["generate", "evaluate", "bench"])
+def test_models_and_pairs_that_are_not_there(
+    command: str, pair: Path, target: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    def said(*arguments: str) -> str:
+        return refused([command, *arguments, *(["--prompt", "Hi"] if command == "generate" else [])], tmp_path, capsys)
+
+    nowhere = str(tmp_path / "nowhere")
+    if command != "bench":
+        assert said("--pair", nowhere).startswith(f"pair {nowhere}: there is no such folder; give the one that")
+    assert said("--pair", str(pair), "--target", nowhere) == f"target {nowhere}: there is no such model folder"
+    assert said("--pair", str(pair / "draft")).startswith(f"pair {pair / 'draft'}: holds no pair.json; give the folder")
+    (pair / "draft" / "model.safetensors").unlink()
+    assert f"draft {pair / 'draft'}: cannot be loaded: Error no file named model.safetensors" in said(
+        "--pair", str(pair)
+    )
+    write(pair / "pair.json", '{"format_version": 1, "target": {}}')
+    assert said("--pair", str(pair)) == "pair.json names no target: give one with --target"
+    write(pair / "pair.json", "{")
+    assert said("--pair", str(pair)).startswith(f"{pair / 'pair.json'}: not a pair description: ")
+
+
+@pytest.mark.parametrize("command", ["generate", "evaluate", "bench"])
+def test_a_draft_with_another_tokenizer(
+    command: str, pair: Path, byte_tokenizer: PreTrainedTokenizerFast, tmp_path: Path, capsys: Capture
+) -> None:
+    path = pair / "draft" / "tokenizer.json"
+    content = json.loads(path.read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary["a"], vocabulary["z"] = vocabulary["z"], vocabulary["a"]
+    path.write_text(json.dumps(content))
+    arguments = [command, "--pair", str(pair), *(["--prompt", "Hi"] if command == "generate" else [])]
+    said = refused(arguments, tmp_path, capsys)
+    first = byte_tokenizer.convert_tokens_to_ids("a")
+    assert said.startswith(f"draft {pair / 'draft'}: its tokenizer is not that of target ")
+    assert f"id {first} is 'z' in the draft and 'a' in the target; use a draft made for this target" in said
+
+
+@pytest.mark.parametrize("command", ["generate", "evaluate", "bench"])
+def test_prompts_that_cannot_be_read(command: str, pair: Path, tmp_path: Path, capsys: Capture) -> None:
+    def said(source: str) -> str:
+        return refused([command, "--pair", str(pair), "--prompts", source], tmp_path, capsys)
+
+    malformed = write(tmp_path / "malformed.jsonl", '{"prompt": "fine"}\n{"prompt": \n')
+    assert said(malformed) == f"prompts {malformed}, line 2: not JSON: Expecting value at column 12"
+    empty = write(tmp_path / "empty.jsonl", "\n")
+    assert said(empty) == f"prompts {empty}: holds no prompt"
+    assert "no such file; give a file, or one of the embedded sets service, general" in said("servce")
+    long = write(tmp_path / "long.jsonl", "".join(json.dumps({"prompt": "x" * n}) + "\n" for n in (1, 1, 600, 1, 1, 1)))
+    assert said(long).startswith(f"prompt {long}:3: prompt + max_new_tokens + num_draft_tokens is ")
+    assert said(long).endswith("longer than the context of 512 of model 'llama': shorten the prompt or max_new_tokens")
+
+
+def test_no_prompt_at_all(pair: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = ["generate", "--pair", str(pair)]
+    type_in(monkeypatch, "\n")
+    assert refused(command, tmp_path, capsys) == "prompt: stdin is empty; write a prompt to it, or use --prompt"
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    assert refused(command, tmp_path, capsys).startswith("prompt: none given; use --prompt, --prompts, or ")
+    assert refused([*command, "--prompt", " "], tmp_path, capsys) == "prompt: is empty; give some text"
+    both = [*command, "--prompt", "x", "--prompts", "service"]
+    assert refused(both, tmp_path, capsys) == "prompt: given together with prompts; give one of them"
+
+
+SAMPLING = {
+    "temperature": ("-1", "temperature is -1.0: use 0 for greedy or a number of at least 1e-6"),
+    "top_p": ("0", "top_p is 0.0: use a number above 0 and at most 1 (1 keeps all tokens)"),
+    "top_k": ("-2", "top_k is -2: use 0 to keep all tokens or a positive number"),
+    "max_new_tokens": ("-5", "max_new_tokens is -5: use at least 1"),
+    "seed": ("-1", "seed is -1: use 0 or a positive number"),
+}
+
+
+@pytest.mark.parametrize("command", ["generate", "evaluate"])
+@pytest.mark.parametrize("field", SAMPLING)
+def test_sampling_that_cannot_be_meant(command: str, field: str, pair: Path, tmp_path: Path, capsys: Capture) -> None:
+    value, message = SAMPLING[field]
+    arguments = [command, "--pair", str(pair)]
+    assert refused([*arguments, f"--sampling.{field}", value], tmp_path, capsys) == message
+    config = write(tmp_path / "config.yaml", f"pair: {pair}\nsampling:\n  {field}: {value}\n")
+    assert refused([command, "--config", config], tmp_path, capsys) == message
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("temperatures", "[0, -1]", "temperature is -1.0: use 0"),
+        ("temperatures", "[]", "temperatures: is empty; give some"),
+        ("top_p", "0", "top_p is 0.0: use a number above 0"),
+        ("max_new_tokens", "-1", "max_new_tokens is -1: use at least 1"),
+        ("num_prompts", "4", "num_prompts: 4 is too few for a median; give 5 or more"),
+        ("num_draft_tokens", "0", "num_draft_tokens is 0: draft at least 1 token a round"),
+    ],
+)
+def test_timings_that_cannot_be_meant(
+    option: str, value: str, message: str, pair: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("decode.bench._time", lambda *arguments: pytest.fail("timed something first"))
+    assert refused(["bench", "--pair", str(pair), f"--{option}", value], tmp_path, capsys).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", "--prompt", "x", "--num_draft_tokens", "0"], "num_draft_tokens is 0: draft at least 1 token"),
+        (["evaluate", "--num_draft_tokens", "0"], "num_draft_tokens is 0: draft at least 1 token"),
+        (["evaluate", "--batch_size", "0"], "batch_size: 0 is not possible; give 1 or more"),
+        (["evaluate", "--num_decoded_prompts", "0"], "num_decoded_prompts: 0 is not possible; give 1 or more"),
+        (["evaluate", "--sampling.max_new_tokens", "1"], "sampling.max_new_tokens: 1 leaves nothing to draft"),
+        (["evaluate", "--responses", "nowhere"], "responses nowhere: not there; give a folder that"),
+        (
+            ["generate", "--dtype", "int3"],
+            "dtype: expected Literal['auto', 'float32', 'bfloat16', 'float16'], got int3",
+        ),
+        (["generate", "--num_draft_tokens", "x"], "num_draft_tokens: expected one of int, NoneType, got x"),
+    ],
+)
+def test_other_values_that_cannot_be_meant(
+    arguments: list[str], message: str, pair: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    assert refused([*arguments, "--pair", str(pair)], tmp_path, capsys).startswith(message)
+
+
+@pytest.mark.parametrize("command", ["generate", "evaluate", "bench"])
+def test_an_unknown_key_is_answered_with_the_nearest(command: str, pair: Path, tmp_path: Path, capsys: Capture) -> None:
+    keys = {"num_draft_token": "num_draft_tokens", "dtpe": "dtype", "targt": "target"}
+    if command != "bench":
+        keys["sampling.temprature"] = "sampling.temperature"
+    for key, nearest in keys.items():
+        said = refused([command, "--pair", str(pair), f"--{key}", "1"], tmp_path, capsys)
+        assert said == f"unknown key {key}; the nearest known one is {nearest}"
+        outer, _, inner = key.rpartition(".")
+        content = {outer: {inner: 1}} if outer else {inner: 1}
+        config = write(tmp_path / "config.yaml", yaml.safe_dump({"pair": str(pair), **content}))
+        assert refused([command, "--config", config], tmp_path, capsys) == said
+
+
+def test_a_config_that_cannot_be_read(tmp_path: Path, capsys: Capture) -> None:
+    assert "nowhere.yaml" in refused(["generate", "--config", str(tmp_path / "nowhere.yaml")], tmp_path, capsys)
+    broken = write(tmp_path / "broken.yaml", "pair: [x\n")
+    assert refused(["generate", "--config", broken], tmp_path, capsys).startswith("Problems parsing config: ")
+    assert refused(["generate"], tmp_path, capsys).startswith("the following arguments are required: ")
+
+
+def test_a_model_that_cannot_be_rolled_back(
+    tiny_llama: Callable[..., LlamaForCausalLM], pair: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    config = tiny_llama().config.to_dict()
+    config |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 16}
+    write(pair / "draft" / "config.json", json.dumps(config | {"num_hidden_layers": 1}))
+    said = refused(["generate", "--pair", str(pair), "--prompt", "Hi"], tmp_path, capsys)
+    assert said.startswith("prompt 1: model 'mistral' attends through a sliding window of 16 tokens, which cannot be")
+
+
+def test_half_precision_is_asked_for_by_name(pair: Path, capsys: Capture) -> None:
+    assert cli.main(["generate", "--pair", str(pair), "--prompt", "Hi", *SHORT, "--dtype", "bfloat16"]) == 0
+    assert capsys.readouterr().out.endswith("\n")
+    assert SpeculativeDecoder.from_pretrained(None, str(pair), dtype="bfloat16").target.dtype == torch.bfloat16

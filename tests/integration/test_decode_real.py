@@ -1,0 +1,91 @@
+"""SmolLM2 in fp32: greedy speculative decoding gives the tokens of plain decoding, batched and alone."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from decode import SamplingParams, SpeculativeDecoder
+from decode.evaluate import heldout_prompts
+from decode.pair import load_model, load_tokenizer
+from decode.proposer import DraftModelProposer
+from decode.speculative import SpeculativeEngine, Trace
+from distill.build import draft_from_layers
+
+pytestmark = pytest.mark.real
+
+NUM_PROMPTS = 40
+PARAMS = SamplingParams(max_new_tokens=32)
+
+
+@pytest.fixture(scope="module")
+def decoder(real_target: Path, tmp_path_factory: pytest.TempPathFactory) -> SpeculativeDecoder:
+    """The target with a draft of four of its layers, untrained: it is hardly ever right."""
+    folder = tmp_path_factory.mktemp("draft")
+    draft = draft_from_layers(load_model(str(real_target), role="target"), [0, 1, 28, 29])
+    draft.save_pretrained(folder)
+    load_tokenizer(str(real_target)).save_pretrained(folder)
+    return SpeculativeDecoder.from_pretrained(str(real_target), str(folder), num_draft_tokens=3, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def prompts(decoder: SpeculativeDecoder) -> list[list[int]]:
+    # every other one: the set is sorted by category
+    return decoder.encode_all(heldout_prompts("service")[::2][:NUM_PROMPTS], PARAMS)
+
+
+@pytest.fixture(scope="module")
+def expected(decoder: SpeculativeDecoder, prompts: list[list[int]]) -> list[list[int]]:
+    return [completion.ids for completion in decoder.plain.generate_ids(prompts, PARAMS)]
+
+
+def differences(found: list[list[int]], expected: list[list[int]]) -> list[tuple[int, list[int], list[int]]]:
+    pairs = zip(found, expected, strict=True)
+    return [(row, ids, reference) for row, (ids, reference) in enumerate(pairs) if ids != reference]
+
+
+def test_a_poor_draft_changes_no_token(
+    decoder: SpeculativeDecoder, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    assert len(prompts) == NUM_PROMPTS
+    assert len({len(prompt) for prompt in prompts}) > 5  # ragged
+    completions, traces = decoder.engine.generate_ids(prompts, PARAMS)
+    assert differences([completion.ids for completion in completions], expected) == []
+    total = sum(traces, Trace())
+    assert total.betas[0] < 0.5
+    assert sum(total.reached) - sum(total.accepted) > 500  # rejection was exercised
+
+
+def test_a_prompt_alone_gets_the_same_tokens(
+    decoder: SpeculativeDecoder, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    (completion,), _ = decoder.engine.generate_ids(prompts[5:6], PARAMS)
+    (alone,) = decoder.plain.generate_ids(prompts[5:6], PARAMS)
+    assert completion.ids == alone.ids == expected[5]
+
+
+@pytest.mark.parametrize(("left_out", "low", "high"), [((), 0.98, 1), ((11, 17), 0.1, 0.95)], ids=["itself", "cut"])
+def test_the_target_as_its_own_draft_whole_or_cut(
+    decoder: SpeculativeDecoder,
+    prompts: list[list[int]],
+    expected: list[list[int]],
+    left_out: tuple[int, ...],
+    low: float,
+    high: float,
+) -> None:
+    layers = [layer for layer in range(30) if layer not in left_out]
+    draft = draft_from_layers(decoder.target, layers) if left_out else decoder.target
+    proposer = DraftModelProposer(draft, decoder.proposer.vocab_size)
+    engine = SpeculativeEngine(decoder.target, proposer, 3, decoder.engine.stop_ids)
+    completions, traces = engine.generate_ids(prompts[:6], PARAMS)
+    assert differences([completion.ids for completion in completions], expected[:6]) == []
+    total = sum(traces, Trace())
+    assert low <= sum(total.accepted) / sum(total.reached) <= high
+
+
+def test_the_text_is_that_of_transformers(
+    decoder: SpeculativeDecoder, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    ids = torch.tensor(prompts[:1])
+    output = decoder.target.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=32)
+    assert output[0, ids.shape[1] :].tolist() == expected[0]

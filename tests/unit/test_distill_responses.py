@@ -1,0 +1,481 @@
+"""The target's responses: what is kept of them, where, and that nothing of it is lost or made twice."""
+
+import json
+import logging
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from decode.params import SamplingParams
+from decode.plain import PlainDecoder
+from decode.prompts import as_messages, encode
+from distill import responses
+from distill.config import RespondConfig
+from distill.responses import hidden_states_dtype, load_responses, respond
+from train.language_data import read_rows
+
+STOP_IDS = [2, *range(20, 30)]
+HIDDEN = 16
+COLUMNS = ["id", "category", "input_ids", "response_mask", "finish_reason"]
+STATE_COLUMNS = ["hidden_states", "log_normalizers"]
+MAX_NEW_TOKENS = 12
+
+
+@pytest.fixture(scope="module")
+def target(
+    tiny_llama: Callable[..., LlamaForCausalLM],
+    byte_tokenizer: PreTrainedTokenizerFast,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    """Ends its texts with many tokens, so that some are over before max_new_tokens."""
+    folder = tmp_path_factory.mktemp("target")
+    model = tiny_llama(hidden_size=HIDDEN)
+    model.generation_config.eos_token_id = STOP_IDS
+    model.save_pretrained(folder)
+    byte_tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Seven of different lengths: two held out, two with a category."""
+    rows: list[dict[str, Any]] = [
+        {"prompt": f"Say {'very ' * number}slowly.", "id": f"p{number}"} for number in range(7)
+    ]
+    rows[2]["split"] = rows[5]["split"] = "heldout"
+    rows[0]["split"] = "train"  # those that say nothing are for training too
+    rows[0]["category"] = rows[5]["category"] = "adverbs"
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def configure(target: Path, prompts: Path, tmp_path: Path) -> Callable[..., RespondConfig]:
+    def configure(**changes: Any) -> RespondConfig:
+        values = {
+            "target": str(target),
+            "prompts": str(prompts),
+            "output": str(tmp_path / "responses"),
+            "sampling": SamplingParams(temperature=1.0, max_new_tokens=MAX_NEW_TOKENS),
+            "batch_size": 3,
+        }
+        return RespondConfig(**(values | changes))
+
+    return configure
+
+
+@pytest.fixture
+def generated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many prompts each call of the decoder was given."""
+    calls: list[int] = []
+    generate = PlainDecoder.generate_ids
+
+    def count(self: PlainDecoder, prompts: list[list[int]], *arguments: Any, **keywords: Any) -> Any:
+        calls.append(len(prompts))
+        return generate(self, prompts, *arguments, **keywords)
+
+    monkeypatch.setattr(PlainDecoder, "generate_ids", count)
+    return calls
+
+
+def rows_of(output: Path) -> dict[str, list[dict[str, Any]]]:
+    return {split: list(load_responses(str(output), split)) for split in ("train", "heldout")}
+
+
+def prompt_ids(tokenizer: Any, row: dict[str, Any]) -> list[int]:
+    return encode(tokenizer, as_messages(f"Say {'very ' * int(row['id'][1:])}slowly."))
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+# --- what is kept -----------------------------------------------------------------------------------------
+
+
+def test_rows_hold_prompt_and_response_and_why_it_ended(configure: Callable[..., RespondConfig], target: Path) -> None:
+    output = respond(configure())
+    assert names(output.parent) == ["responses"]
+    assert set(datasets.load_from_disk(str(output))) == {"train", "heldout"}
+    rows = rows_of(output)
+    assert [row["id"] for row in rows["train"]] == ["p0", "p1", "p3", "p4", "p6"]
+    assert [row["id"] for row in rows["heldout"]] == ["p2", "p5"]
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    reasons = set()
+    for row in rows["train"] + rows["heldout"]:
+        assert list(row) == COLUMNS
+        assert row["category"] == ("adverbs" if row["id"] in ("p0", "p5") else None)
+        prompt = prompt_ids(tokenizer, row)
+        response = row["input_ids"][len(prompt) :]
+        assert row["input_ids"][: len(prompt)] == prompt
+        assert row["response_mask"] == [False] * len(prompt) + [True] * len(response)
+        assert 1 <= len(response) <= MAX_NEW_TOKENS
+        stopped = response[-1] in STOP_IDS
+        assert row["finish_reason"] == ("stop" if stopped else "length")
+        assert stopped or len(response) == MAX_NEW_TOKENS
+        assert not set(response[:-1]) & set(STOP_IDS)
+        reasons.add(row["finish_reason"])
+    assert reasons == {"stop", "length"}
+
+
+def test_the_record_says_how_it_was_made(configure: Callable[..., RespondConfig]) -> None:
+    output = respond(configure())
+    record = json.loads((output / "respond.json").read_text())
+    assert record["settings"]["sampling"]["max_new_tokens"] == MAX_NEW_TOKENS
+    assert "output" not in record["settings"]
+    assert record["provenance"]["resolved_config"]["output"] == str(output)
+    assert hidden_states_dtype(str(output)) == torch.float32
+
+
+def test_training_prompts_are_answered_as_often_as_asked_and_differently(
+    configure: Callable[..., RespondConfig],
+) -> None:
+    rows = rows_of(respond(configure(samples_per_prompt=3)))
+    assert [row["id"] for row in rows["train"]] == [f"p{number}" for number in (0, 1, 3, 4, 6) for _ in range(3)]
+    assert [row["id"] for row in rows["heldout"]] == ["p2", "p5"]
+    for first in range(0, 15, 3):
+        texts = {tuple(row["input_ids"]) for row in rows["train"][first : first + 3]}
+        assert len(texts) == 3
+
+
+def test_the_batch_size_does_not_change_the_text(configure: Callable[..., RespondConfig], tmp_path: Path) -> None:
+    """In fp32 and for a few tokens: each response has its own stream of noise."""
+    one, all_at_once = (rows_of(respond(configure(batch_size=n, output=str(tmp_path / f"{n}")))) for n in (1, 64))
+    assert one == all_at_once
+    other = rows_of(
+        respond(
+            configure(
+                sampling=SamplingParams(temperature=1.0, max_new_tokens=MAX_NEW_TOKENS, seed=1),
+                output=str(tmp_path / "other"),
+            )
+        )
+    )
+    assert other != one
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_kept_states_are_what_the_head_turned_into_each_token(
+    temperature: float, configure: Callable[..., RespondConfig], target: Path
+) -> None:
+    sampling = SamplingParams(temperature=temperature, max_new_tokens=MAX_NEW_TOKENS)
+    output = respond(configure(keep_hidden_states=True, sampling=sampling))
+    assert hidden_states_dtype(str(output)) == torch.float32
+    model = AutoModelForCausalLM.from_pretrained(target)
+    rows = rows_of(output)
+    for row in rows["train"] + rows["heldout"]:
+        assert list(row) == COLUMNS + STATE_COLUMNS
+        num_tokens = sum(row["response_mask"])
+        states = torch.frombuffer(bytearray(row["hidden_states"]), dtype=torch.float32).view(num_tokens, HIDDEN)
+        with torch.no_grad():
+            logits = model.lm_head(states)
+            expected = model(torch.tensor([row["input_ids"][:-1]])).logits[0, -num_tokens:]
+        torch.testing.assert_close(logits.logsumexp(-1), torch.tensor(row["log_normalizers"]), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+        if temperature == 0:
+            assert logits.argmax(-1).tolist() == row["input_ids"][-num_tokens:]
+
+
+def test_kept_states_of_a_bfloat16_target_are_bfloat16(configure: Callable[..., RespondConfig]) -> None:
+    output = respond(configure(keep_hidden_states=True, dtype="bfloat16"))
+    assert hidden_states_dtype(str(output)) == torch.bfloat16
+    for row in rows_of(output)["train"]:
+        assert len(row["hidden_states"]) == 2 * HIDDEN * sum(row["response_mask"])
+
+
+def test_spec_train_reads_them(configure: Callable[..., RespondConfig]) -> None:
+    output = respond(configure(keep_hidden_states=True))
+    rows = read_rows(output / "train", tokenizer=None, max_length=1000)
+    expected = rows_of(output)["train"]
+    assert [row["input_ids"].tolist() for row in rows] == [row["input_ids"] for row in expected]
+    assert [row["response_mask"].tolist() for row in rows] == [row["response_mask"] for row in expected]
+
+
+# --- the split --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("num_prompts", "fraction", "heldout"),
+    [(20, 0.1, [9, 19]), (5, 0.1, [4]), (2, 0.5, [1]), (10, 0.4, [1, 4, 6, 9]), (3, 0.9, [0, 2])],
+)
+def test_a_split_is_made_where_the_prompts_have_none(
+    num_prompts: int, fraction: float, heldout: list[int], configure: Callable[..., RespondConfig], tmp_path: Path
+) -> None:
+    (tmp_path / "plain.txt").write_text("".join(f"Say {number}.\n" for number in range(num_prompts)))
+    config = configure(
+        prompts=str(tmp_path / "plain.txt"),
+        heldout_fraction=fraction,
+        sampling=SamplingParams(temperature=1.0, max_new_tokens=1),
+    )
+    rows = rows_of(respond(config))
+    numbers = {split: [int(row["id"].rpartition(":")[2]) - 1 for row in rows[split]] for split in rows}
+    assert numbers["heldout"] == heldout
+    assert numbers["train"] == [number for number in range(num_prompts) if number not in heldout]
+
+
+@pytest.mark.parametrize(
+    ("splits", "lacking"), [([None], "heldout"), (["train", "train"], "heldout"), (["heldout", "heldout"], "train")]
+)
+def test_nothing_to_train_on_or_to_judge_by_is_refused_before_anything_is_generated(
+    splits: list[str | None],
+    lacking: str,
+    configure: Callable[..., RespondConfig],
+    tmp_path: Path,
+    generated: list[int],
+) -> None:
+    rows = [{"prompt": "Hi."} | ({"split": split} if split else {}) for split in splits]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    message = rf"^prompts .*p\.jsonl: none of {len(splits)} is in the split '{lacking}'; add or mark some$"
+    with pytest.raises(ValueError, match=message):
+        respond(configure(prompts=str(tmp_path / "p.jsonl")))
+    assert generated == []
+    assert names(tmp_path) == ["p.jsonl"]
+
+
+# --- begun again ------------------------------------------------------------------------------------------
+
+
+class StopRunError(Exception):
+    """Raised in place of a kill, where the process must live on."""
+
+
+def interrupt_at_batch(number: int, config: RespondConfig) -> None:
+    calls = []
+    generate = PlainDecoder.generate_ids
+
+    def stop(self: PlainDecoder, *arguments: Any, **keywords: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == number:
+            raise StopRunError
+        return generate(self, *arguments, **keywords)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PlainDecoder, "generate_ids", stop)
+        with pytest.raises(StopRunError):
+            respond(config)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_interrupted_it_goes_on_and_ends_as_if_never_interrupted(
+    kept: bool, configure: Callable[..., RespondConfig], tmp_path: Path, generated: list[int]
+) -> None:
+    whole = respond(configure(keep_hidden_states=kept, output=str(tmp_path / "whole")))
+    config = configure(keep_hidden_states=kept)
+    generated.clear()
+    interrupt_at_batch(2, config)
+    assert generated == [3]
+    assert names(tmp_path) == [".responses.partial", "whole"]
+    respond(config)
+    assert generated == [3, 3, 1]  # seven prompts, each once
+    assert names(tmp_path) == ["responses", "whole"]
+    assert rows_of(whole) == rows_of(Path(config.output))
+
+
+def test_a_half_written_batch_is_made_again(
+    configure: Callable[..., RespondConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, generated: list[int]
+) -> None:
+    whole = respond(configure(output=str(tmp_path / "whole")))
+    save = datasets.Dataset.save_to_disk
+    saved = []
+
+    def stop(self: datasets.Dataset, folder: str) -> None:
+        saved.append(folder)
+        if len(saved) == 2:
+            Path(folder).mkdir()
+            (Path(folder) / "data-00000-of-00001.arrow").write_bytes(b"half")
+            raise StopRunError
+        save(self, folder)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(datasets.Dataset, "save_to_disk", stop)
+        with pytest.raises(StopRunError):
+            respond(configure())
+    generated.clear()
+    respond(configure())
+    assert generated == [3, 1]
+    assert rows_of(whole) == rows_of(tmp_path / "responses")
+
+
+def test_interrupted_before_the_first_batch_it_begins(
+    configure: Callable[..., RespondConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even where the folder is there and the record of its settings is not yet."""
+
+    def stop(*arguments: Any) -> None:
+        raise StopRunError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(responses, "write_text", stop)
+        with pytest.raises(StopRunError):
+            respond(configure())
+    assert names(tmp_path) == [".responses.partial"]
+    respond(configure())
+    assert names(tmp_path) == ["responses"]
+
+
+@pytest.mark.parametrize("last_step", ["publish", "remove_folder"])
+def test_interrupted_at_the_very_end_it_cleans_up(
+    last_step: str,
+    configure: Callable[..., RespondConfig],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    generated: list[int],
+) -> None:
+    output = tmp_path / "responses"
+    step = getattr(responses, last_step)
+
+    def stop(folder: Path, *final: Path) -> None:
+        if output in final or (not final and output.exists()):
+            raise StopRunError
+        step(folder, *final)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(responses, last_step, stop)
+        with pytest.raises(StopRunError):
+            respond(configure())
+    assert output.exists() == (last_step == "remove_folder")
+    assert ".responses.partial" in names(tmp_path)
+    before = len(generated)
+    respond(configure())
+    assert len(generated) == before
+    assert names(tmp_path) == ["responses"]
+
+
+def test_finished_responses_are_left_alone(
+    configure: Callable[..., RespondConfig],
+    target: Path,
+    generated: list[int],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    output = respond(configure())
+    before = {path: path.stat().st_mtime_ns for path in output.rglob("*")}
+    generated.clear()
+    monkeypatch.setattr(responses, "load_model", None)  # not even loaded
+    with caplog.at_level(logging.INFO):
+        assert respond(configure()) == output
+    assert "complete already" in caplog.text
+    assert generated == []
+    assert {path: path.stat().st_mtime_ns for path in output.rglob("*")} == before
+
+
+OTHER_SETTINGS = {
+    "samples_per_prompt": 2,
+    "batch_size": 4,
+    "keep_hidden_states": True,
+    "heldout_fraction": 0.2,
+    "dtype": "bfloat16",
+    "sampling": SamplingParams(temperature=0.9, max_new_tokens=MAX_NEW_TOKENS),
+}
+
+
+@pytest.mark.parametrize("state", ["finished", "interrupted"])
+def test_other_settings_in_the_same_folder_are_refused(
+    state: str, configure: Callable[..., RespondConfig], tmp_path: Path
+) -> None:
+    if state == "finished":
+        respond(configure())
+    else:
+        interrupt_at_batch(2, configure())
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    for name, value in OTHER_SETTINGS.items():
+        with pytest.raises(ValueError, match=rf"^{name}: .* differs from .*, with which .*responses.* was begun; "):
+            respond(configure(**{name: value}))
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+    respond(configure())  # the control
+
+
+@pytest.mark.parametrize("state", ["finished", "interrupted"])
+def test_other_prompts_under_the_same_name_are_refused(
+    state: str, configure: Callable[..., RespondConfig], prompts: Path, tmp_path: Path
+) -> None:
+    copied = tmp_path / "copied.jsonl"
+    shutil.copy(prompts, copied)
+    config = configure(prompts=str(copied))
+    if state == "finished":
+        respond(config)
+    else:
+        interrupt_at_batch(2, config)
+    copied.write_text(copied.read_text().replace("Say very slowly.", "Say it quickly."))
+    with pytest.raises(ValueError, match=r"^prompts_sha256: .* differs from .*, with which .*responses.* was begun; "):
+        respond(config)
+
+
+def test_a_folder_of_something_else_is_left_alone(
+    configure: Callable[..., RespondConfig], tmp_path: Path, generated: list[int]
+) -> None:
+    (tmp_path / "responses").mkdir()
+    (tmp_path / "responses" / "thesis.tex").write_text("years of work")
+    with pytest.raises(ValueError, match=r"^output .*responses: exists and holds no responses; give another folder$"):
+        respond(configure())
+    assert generated == []
+    assert names(tmp_path) == ["responses"]
+    assert names(tmp_path / "responses") == ["thesis.tex"]
+
+
+# --- refusals ---------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_longer_than_the_context_is_named_before_anything_is_generated(
+    configure: Callable[..., RespondConfig], prompts: Path, tmp_path: Path, generated: list[int]
+) -> None:
+    rows = [*prompts.read_text().splitlines(), json.dumps({"prompt": "long " * 120, "id": "the-long-one"})]
+    (tmp_path / "p.jsonl").write_text("\n".join(rows))
+    message = r"^prompt the-long-one: 6\d\d tokens and 12 new ones are more than the target's context of 512; "
+    with pytest.raises(ValueError, match=message):
+        respond(configure(prompts=str(tmp_path / "p.jsonl")))
+    assert generated == []
+    assert names(tmp_path) == ["p.jsonl"]
+
+
+def test_a_prompt_that_just_fits_is_answered(configure: Callable[..., RespondConfig], tmp_path: Path) -> None:
+    room = 512 - MAX_NEW_TOKENS
+    tokenizer = AutoTokenizer.from_pretrained(configure().target)
+    overhead = len(encode(tokenizer, as_messages("x"))) - 1
+    for length, fits in ((room - overhead, True), (room - overhead + 1, False)):
+        (tmp_path / "p.txt").write_text(f"{'x' * length}\nHi.\n")
+        config = configure(prompts=str(tmp_path / "p.txt"), output=str(tmp_path / f"{length}"))
+        if fits:
+            assert max(len(row["input_ids"]) for row in rows_of(respond(config))["train"]) > room
+        else:
+            with pytest.raises(ValueError, match=r"^prompt .*p\.txt:1: 501 tokens and 12 new ones"):
+                respond(config)
+
+
+@pytest.mark.parametrize("split", ["train", "heldout"])
+def test_unfinished_responses_are_not_loaded(
+    split: str, configure: Callable[..., RespondConfig], tmp_path: Path
+) -> None:
+    interrupt_at_batch(2, configure())
+    for folder in (tmp_path / "responses", tmp_path / ".responses.partial"):
+        with pytest.raises(ValueError, match=rf"^responses .*: holds no {split}/; give a folder that"):
+            load_responses(str(folder), split)
+
+
+def test_a_folder_without_response_masks_is_refused(tmp_path: Path) -> None:
+    datasets.Dataset.from_dict({"input_ids": [[1, 2]]}).save_to_disk(str(tmp_path / "train"))
+    with pytest.raises(ValueError, match="lacks the column response_mask"):
+        load_responses(str(tmp_path), "train")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"samples_per_prompt": 0}, "^samples_per_prompt: 0 is not possible"),
+        ({"batch_size": 0}, "^batch_size: 0 is not possible"),
+        ({"heldout_fraction": 0.0}, "^heldout_fraction: 0.0 is not possible"),
+        ({"heldout_fraction": math.nan}, "^heldout_fraction: nan is not possible"),
+    ],
+)
+def test_values_that_cannot_be_meant(
+    changes: dict[str, Any], message: str, configure: Callable[..., RespondConfig]
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        configure(**changes)
