@@ -1,9 +1,10 @@
 """What a caller asks of a decoder, and what comes back. Token ids only; no text, no model."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from torch import Tensor
+if TYPE_CHECKING:  # configurations are read, and --help answered, without waiting for torch
+    from torch import Tensor
 
 FinishReason = Literal["stop", "length"]
 Provenance = Literal["accepted", "corrected", "bonus", "plain"]
@@ -56,8 +57,8 @@ class Completion:
     ids: list[int] = field(default_factory=list)
     provenance: list[Provenance] = field(default_factory=list)
     finish_reason: FinishReason | None = None
-    hidden_states: Tensor | None = None
-    log_normalizers: Tensor | None = None
+    hidden_states: "Tensor | None" = None
+    log_normalizers: "Tensor | None" = None
 
     def extend(
         self, tokens: list[int], provenance: list[Provenance], stop_ids: frozenset[int], max_new_tokens: int

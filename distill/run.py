@@ -86,21 +86,38 @@ class DistillModule(nn.Module):
 
 
 class DistillTask:
-    """What `train.loop.fit` trains: a `DistillModule` on responses, judged by alpha on held-out responses."""
+    """What `train.loop.fit` trains: a `DistillModule` on responses, judged by alpha on held-out responses.
 
-    def __init__(self, module: DistillModule, tokenizer: Tokenizer, heldout: datasets.Dataset, pair: Pair) -> None:
+    Args:
+        module: what learns.
+        tokenizer: goes into the pair.
+        heldout: responses to judge by.
+        pair: what the trained pair will say of itself.
+        kept_dtype: of the hidden states kept with the responses; None when the teacher is online.
+        micro_batch_size: held-out responses at a time.
+    """
+
+    def __init__(
+        self,
+        module: DistillModule,
+        tokenizer: Tokenizer,
+        heldout: datasets.Dataset,
+        pair: Pair,
+        kept_dtype: torch.dtype | None,
+        micro_batch_size: int,
+    ) -> None:
         self.module = module
         self.tokenizer = tokenizer
         self.heldout = heldout
         self.pair = pair
-        self.kept_dtype: torch.dtype | None = None
-        self.micro_batch_size = 16
+        self.kept_dtype = kept_dtype
+        self.micro_batch_size = micro_batch_size
 
     def collate(self, rows: list[dict[str, Any]]) -> Batch:
         return collate(rows, padding_id=self.tokenizer.eos_token_id or 0, kept_dtype=self.kept_dtype)
 
     def evaluate(self, module: nn.Module) -> dict[str, float]:
-        """Mean alpha, top-1 agreement and loss over all held-out response tokens."""
+        """Mean alpha, forward KL and top-1 agreement (among the draft's ids) over all held-out response tokens."""
         sums: dict[str, float] = {}
         device = self.module.draft.device
         for start in range(0, len(self.heldout), self.micro_batch_size):
@@ -146,13 +163,12 @@ def distill(config: RunConfig) -> FitResult:
     _choose_trainable(draft, config.train_embeddings)
     module = DistillModule(draft, head, None if kept_dtype else target, config)
     resolved = asdict(config)
-    pair.provenance = provenance(resolved)
+    pair.provenance = {**provenance(resolved), "started_from": pair.provenance}
     pair.sampling = {"temperature": config.temperature}
     pair.measured = {}  # was of the draft before
     if config.target:
         pair.target = describe_target(config.target, tokenizer)
-    task = DistillTask(module, tokenizer, heldout, pair)
-    task.kept_dtype, task.micro_batch_size = kept_dtype, config.train.micro_batch_size
+    task = DistillTask(module, tokenizer, heldout, pair, kept_dtype, config.train.micro_batch_size)
     lengths = pc.list_value_length(rows.with_format("arrow")[:]["input_ids"]).to_pylist()
     return fit(task, rows, lengths, config.train, resolved, result_name="pair")
 

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedToken
 from decode.config import EvaluateConfig
 from decode.costs import Costs, block_efficiency, measure_costs
 from decode.decoder import SpeculativeDecoder
-from decode.evaluate import bootstrap_interval, evaluate
+from decode.evaluate import bootstrap_interval, evaluate, spread
 from decode.pair import Pair, save_draft_vocab
 from decode.params import SamplingParams
 from decode.plain import PlainDecoder
@@ -100,6 +101,15 @@ def test_the_bootstrap_resamples_prompts_not_tokens() -> None:
     assert (low, high) == (pytest.approx(0.3, abs=0.06), pytest.approx(0.7, abs=0.06))
     assert bootstrap_interval(accepted, lengths) == (low, high)
     assert bootstrap_interval(lengths, lengths) == (1, 1)
+
+
+def test_a_sample_of_a_sorted_list_is_spread_over_it() -> None:
+    assert spread(list(range(9)), 3) == [0, 4, 8]
+    assert spread(list("abc"), 1) == ["a"]
+    assert spread(list("abc"), 3) == spread(list("abc"), 7) == ["a", "b", "c"]
+    chosen = spread(list(range(80)), 32)
+    assert len(set(chosen)) == 32
+    assert max(later - earlier for earlier, later in pairwise(chosen)) == 3
 
 
 @pytest.fixture(scope="module")
@@ -196,7 +206,7 @@ def test_alpha_is_the_exact_overlap_and_predicts_what_is_counted(
     assert low < result.alpha < high
     first_low, first_high = result.first_position_interval
     assert first_low <= result.betas[0] <= first_high
-    # counted acceptance agrees with alpha, each within its interval
+    # where rounds begin depends on earlier rejections; still the two agree within their intervals
     assert max(low, first_low) <= min(high, first_high)
     assert result.block_efficiency == pytest.approx(result.counts["committed"] / result.counts["target_passes"])
     assert result.counts["accepted"] <= result.counts["judged"] <= result.counts["drafted"]
