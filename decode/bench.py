@@ -10,7 +10,7 @@ from .config import BenchConfig
 from .costs import Costs, measure_costs
 from .decoder import SpeculativeDecoder
 from .evaluate import heldout_prompts, spread
-from .files import write_json
+from .files import refuse_unwritable, write_json
 from .params import SamplingParams
 from .progress import ProgressBar
 from .speculative import Seconds, Trace
@@ -69,6 +69,7 @@ def bench(config: BenchConfig) -> list[Timing]:
         config.target, config.pair, num_draft_tokens=config.num_draft_tokens, dtype=config.dtype
     )
     encoded = decoder.encode_all(prompts, settings[0])
+    refuse_unwritable(config.output)
     with ProgressBar("timing", len(settings) * len(encoded)) as bar:
         timings = [_time(decoder, encoded, params, bar) for params in settings]
     if config.output:

@@ -13,7 +13,7 @@ from torch import Tensor
 from .config import EvaluateConfig
 from .costs import Costs, measure_costs
 from .decoder import SpeculativeDecoder
-from .files import write_json
+from .files import refuse_unwritable, write_json
 from .pair import Pair
 from .params import SamplingParams
 from .progress import ProgressBar
@@ -83,6 +83,7 @@ def evaluate(config: EvaluateConfig) -> Evaluation:
     gamma = POSITIONS_COUNTED if config.num_draft_tokens is None else config.num_draft_tokens
     decoder = SpeculativeDecoder.from_pretrained(config.target, config.pair, num_draft_tokens=gamma, dtype=config.dtype)
     encoded = decoder.encode_all(prompts, config.sampling)
+    refuse_unwritable(config.output)
     texts = _saved_texts(config) if config.responses else _generated_texts(decoder, encoded, config)
     alphas = _alphas_on_texts(decoder, texts, config)
     traces = _decode(decoder, spread(encoded, config.num_decoded_prompts), config)

@@ -6,6 +6,23 @@ from pathlib import Path
 from typing import Any
 
 
+def refuse_unwritable(output: str | None) -> None:
+    """Make the folder of a result before the work that leads to it.
+
+    Raises:
+        ValueError: `output` is a folder.
+        OSError: its folder cannot be made or written to.
+    """
+    if output is None:
+        return
+    path = Path(output)
+    if path.is_dir():
+        raise ValueError(f"output {output}: is a folder; name a file in it, such as {path / 'result.json'}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not os.access(path.parent, os.W_OK):
+        raise PermissionError(13, "cannot be written to", str(path.parent))
+
+
 def write_json(path: Path, content: Any) -> None:
     """Write a JSON file in one step, so that a reader sees the old one or the new one; makes its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -3,6 +3,7 @@
 import logging
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from time import perf_counter
 
 from rich.console import Console
@@ -10,6 +11,7 @@ from rich.text import Text
 
 from .config import GenerateConfig
 from .decoder import Piece, SpeculativeDecoder
+from .params import SamplingParams
 from .prompts import Prompt, as_messages, load_prompts, read_stdin
 from .speculative import Trace
 
@@ -36,12 +38,16 @@ def generate(config: GenerateConfig) -> None:
     for number, prompt in enumerate(prompts):
         if len(prompts) > 1:
             console.print(Text(("\n" if number else "") + f"# {prompt.id}", "bold"))
-        _answer(decoder, prompt, config, console)
+        # another seed each, so that prompts do not share their luck
+        params = replace(config.sampling, seed=config.sampling.seed + number)
+        _answer(decoder, prompt, params, config, console)
 
 
-def _answer(decoder: SpeculativeDecoder, prompt: Prompt, config: GenerateConfig, console: Console) -> None:
+def _answer(
+    decoder: SpeculativeDecoder, prompt: Prompt, params: SamplingParams, config: GenerateConfig, console: Console
+) -> None:
     trace, started = Trace(), perf_counter()
-    pieces: Iterable[Piece] = decoder.stream(prompt.messages, config.sampling, trace)
+    pieces: Iterable[Piece] = decoder.stream(prompt.messages, params, trace)
     for piece in pieces if config.stream else list(pieces):
         if config.show_accepted:
             console.print(Text(piece.text, STYLES[piece.provenance]), end="")

@@ -187,6 +187,17 @@ def test_a_token_of_weight_0_is_never_drawn() -> None:
         assert (weights.gather(1, tokens.unsqueeze(1)) > 0).all()
 
 
+@pytest.mark.gpu
+def test_a_token_of_weight_0_is_never_drawn_on_a_gpu() -> None:
+    """Where a parallel cumulative sum, which rounds each place in its own way, could give it a sliver."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    weights = torch.rand(50_000, generator=generator, device="cuda")
+    weights *= torch.rand(50_000, generator=generator, device="cuda") < 0.5
+    for _ in range(100):
+        tokens = sample(weights.expand(4096, -1), torch.rand(4096, generator=generator, device="cuda"))
+        assert (weights[tokens] > 0).all()
+
+
 def test_the_end_of_the_smallest_totals_is_not_overrun() -> None:
     denormal = torch.tensor([[0.0, 1e-45, 0.0]])
     largest = torch.tensor([LARGEST_UNIFORM])
