@@ -1,17 +1,12 @@
-"""The demo's closing table, from what its stages measured.
+"""The demo's closing table, from what its stages measured: python scripts/demo_summary.py runs/demo-service"""
 
-python scripts/demo_summary.py runs/demo-service [--svg FILE]
-"""
-
-import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-
-NAMES = {0.0: "greedy", 1.0: "T=1"}
 
 
 def summary(folder: Path) -> Table:
@@ -20,15 +15,19 @@ def summary(folder: Path) -> Table:
         json.loads((folder / f"{name}.json").read_text()) for name in ("before", "after", "bench")
     )
     table = Table("", "before", "after", title=f"{after['prompts']}: {after['num_prompts']} held-out prompts")
-    table.add_row("alpha at T=1, 95% interval", *(_interval(figures, "alpha") for figures in (before, after)))
-    gammas = [str(figures["num_draft_tokens"]) for figures in (before, after)]
-    table.add_row("tokens drafted a round", *gammas)
-    table.add_row("block efficiency at T=1", *(_interval(figures, "block_efficiency") for figures in (before, after)))
+    table.add_row("alpha at T=1 (95% interval)", *(_interval(figures, "alpha") for figures in (before, after)))
+    drafted = after["num_draft_tokens"]
+    table.add_row(
+        f"block efficiency at T=1, {drafted} drafted",
+        *(_interval(figures, "block_efficiency") for figures in (before, after)),
+    )
+    table.add_row("best number of draft tokens", *(str(f["best_num_draft_tokens"]) for f in (before, after)))
     for timing in timings:
-        name = NAMES[timing["sampling"]["temperature"]]
+        temperature = timing["sampling"]["temperature"]
+        name = f"T={temperature:g}" if temperature else "greedy"
         plain, fast = timing["plain_tokens_per_second"], timing["speculative_tokens_per_second"]
         low, high = min(timing["ratios"]), max(timing["ratios"])
-        table.add_row(f"tokens/s {name}, plain -> speculative", "", f"{plain:.1f} -> {fast:.1f}")
+        table.add_row(f"tokens/s {name}: plain, speculative", "", f"{plain:.1f}, {fast:.1f}")
         table.add_row("    ratio (lowest to highest)", "", f"[bold]{timing['ratio']:.2f}x[/] ({low:.2f} to {high:.2f})")
     table.add_row("pair", "", str(folder / "run" / "pair"))
     return table
@@ -39,16 +38,5 @@ def _interval(figures: dict[str, Any], name: str) -> str:
     return f"[bold]{figures[name]:.3f}[/] ({low:.3f} to {high:.3f})"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="The demo's closing table.")
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--svg", type=Path, help="also draw it")
-    options = parser.parse_args()
-    console = Console(record=options.svg is not None, highlight=False)
-    console.print(summary(options.folder))
-    if options.svg:
-        console.save_svg(str(options.svg), title="scripts/demo")
-
-
 if __name__ == "__main__":
-    main()
+    Console(highlight=False).print(summary(Path(sys.argv[1])))
