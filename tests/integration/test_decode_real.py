@@ -89,3 +89,18 @@ def test_the_text_is_that_of_transformers(
     ids = torch.tensor(prompts[:1])
     output = decoder.target.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=32)
     assert output[0, ids.shape[1] :].tolist() == expected[0]
+
+
+DEMO_PAIR = Path(__file__).parents[2] / "runs" / "demo-service" / "run" / "pair"
+
+
+@pytest.mark.skipif(not DEMO_PAIR.is_dir(), reason="the pair that scripts/demo trains is not there")
+def test_the_demo_s_pair_changes_no_token() -> None:
+    params = SamplingParams(max_new_tokens=128)
+    decoder = SpeculativeDecoder.from_pretrained(None, str(DEMO_PAIR), num_draft_tokens=3, dtype="float32")
+    prompts = decoder.encode_all(heldout_prompts("service")[::2][:NUM_PROMPTS], params)
+    reference = [completion.ids for completion in decoder.plain.generate_ids(prompts, params)]
+    completions, traces = decoder.engine.generate_ids(prompts, params)
+    assert differences([completion.ids for completion in completions], reference) == []
+    assert sum(map(len, reference)) > 3000
+    assert sum(traces, Trace()).betas[0] > 0.3  # acceptance was exercised
