@@ -9,7 +9,7 @@ from time import perf_counter
 from .config import BenchConfig
 from .costs import Costs, measure_costs
 from .decoder import SpeculativeDecoder
-from .evaluate import heldout_prompts, spread
+from .evaluate import heldout_prompts, saved_texts, spread
 from .files import refuse_unwritable, write_json
 from .params import SamplingParams
 from .progress import ProgressBar
@@ -62,13 +62,17 @@ def bench(config: BenchConfig) -> list[Timing]:
         )
         for temperature in config.temperatures
     ]
-    prompts = spread(heldout_prompts(config.prompts), config.num_prompts)
-    if len(prompts) < 5:
-        raise ValueError(f"prompts: {config.prompts} has {len(prompts)} prompts; a median needs 5 or more")
+    prompts = heldout_prompts(config.prompts)
     decoder = SpeculativeDecoder.from_pretrained(
         config.target, config.pair, num_draft_tokens=config.num_draft_tokens, dtype=config.dtype
     )
-    encoded = decoder.encode_all(prompts, settings[0])
+    if config.responses:
+        encoded = [ids[:start] for ids, start in saved_texts(config.responses, decoder, config.prompts)]
+    else:
+        encoded = decoder.encode_all(prompts, settings[0])
+    encoded = spread(encoded, config.num_prompts)
+    if len(encoded) < 5:
+        raise ValueError(f"prompts: {config.prompts} has {len(encoded)} held-out prompts; a median needs 5 or more")
     refuse_unwritable(config.output)
     with ProgressBar("timing", len(settings) * len(encoded)) as bar:
         timings = [_time(decoder, encoded, params, bar) for params in settings]

@@ -87,6 +87,7 @@ class BenchConfig:
         pair: the pair's folder; or the folder or hub id of any draft, together with target
         target: the target, a folder or a hub id; null takes the one that the pair names
         prompts: an embedded set (service, general) or a .jsonl or .txt file; only its held-out prompts if it marks any
+        responses: what `spec-distill respond` wrote: of a set that marks none, only the prompts that it held out
         num_prompts: repetitions, each on a prompt of its own
         temperatures: settings to time; 0 is greedy
         top_p: for the settings above temperature 0
@@ -99,6 +100,7 @@ class BenchConfig:
     pair: str
     target: str | None = None
     prompts: str = "service"
+    responses: str | None = None
     num_prompts: int = 8
     temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
     top_p: float = 1.0

@@ -11,6 +11,7 @@ from .model import reduce_output_vocabulary, refuse_unsupported_cache
 from .pair import (
     Dtype,
     Pair,
+    describe_target,
     load_draft_vocab,
     load_model,
     load_tokenizer,
@@ -51,6 +52,7 @@ class SpeculativeDecoder:
     Attributes:
         engine: the speculative loop over token ids.
         plain: the same target without a draft.
+        target_description: as in `pair.json`; empty when the decoder was made of models in memory.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class SpeculativeDecoder:
         stop_ids = stop_token_ids(target, tokenizer)
         self.engine = SpeculativeEngine(target, proposer, num_draft_tokens, stop_ids)
         self.plain = PlainDecoder(target, stop_ids)
+        self.target_description: dict[str, str | None] = {}
 
     @classmethod
     def from_pretrained(
@@ -98,7 +101,9 @@ class SpeculativeDecoder:
         proposer = DraftModelProposer(draft_model, target_model.get_output_embeddings().out_features, draft_vocab)
         if num_draft_tokens is None:
             num_draft_tokens = pair.num_draft_tokens if pair else 3
-        return cls(target_model, tokenizer, proposer, num_draft_tokens)
+        decoder = cls(target_model, tokenizer, proposer, num_draft_tokens)
+        decoder.target_description = describe_target(target, tokenizer)
+        return decoder
 
     def encode(self, prompt: Chat) -> list[int]:
         """Token ids of a prompt (a user's message, or a list of chat messages) through the chat template."""

@@ -14,7 +14,7 @@ from .config import EvaluateConfig
 from .costs import Costs, measure_costs
 from .decoder import SpeculativeDecoder
 from .files import refuse_unwritable, write_json
-from .pair import Pair
+from .pair import Pair, refuse_other_target
 from .params import SamplingParams
 from .progress import ProgressBar
 from .prompts import Prompt, load_prompts
@@ -82,9 +82,14 @@ def evaluate(config: EvaluateConfig) -> Evaluation:
     prompts = heldout_prompts(config.prompts)
     gamma = POSITIONS_COUNTED if config.num_draft_tokens is None else config.num_draft_tokens
     decoder = SpeculativeDecoder.from_pretrained(config.target, config.pair, num_draft_tokens=gamma, dtype=config.dtype)
-    encoded = decoder.encode_all(prompts, config.sampling)
+    if config.responses:
+        texts = saved_texts(config.responses, decoder, config.prompts, config.sampling)
+        encoded = [ids[:start] for ids, start in texts]
+    else:
+        encoded = decoder.encode_all(prompts, config.sampling)
     refuse_unwritable(config.output)
-    texts = _saved_texts(config) if config.responses else _generated_texts(decoder, encoded, config)
+    if not config.responses:
+        texts = _generated_texts(decoder, encoded, config)
     alphas = _alphas_on_texts(decoder, texts, config)
     traces = _decode(decoder, spread(encoded, config.num_decoded_prompts), config)
     costs = measure_costs(decoder, config.sampling)
@@ -119,7 +124,7 @@ def evaluate(config: EvaluateConfig) -> Evaluation:
         predicted_speedup=[costs.predicted_speedup(total.betas, gamma) for gamma in range(1, len(costs.target_pass))],
         sampling=config.sampling,
     )
-    _record(result, config)
+    _record(result, config, decoder)
     return result
 
 
@@ -149,23 +154,40 @@ def bootstrap_interval(numerators: np.ndarray, denominators: np.ndarray, seed: i
     return float(low), float(high)
 
 
-def _saved_texts(config: EvaluateConfig) -> list[tuple[list[int], int]]:
-    """Held-out texts of `spec-distill respond`: ids, and where the response begins."""
+def saved_texts(
+    folder: str, decoder: SpeculativeDecoder, prompts: str, sampling: SamplingParams | None = None
+) -> list[tuple[list[int], int]]:
+    """Held-out texts of `spec-distill respond`: ids, and where the response begins.
+
+    Args:
+        folder: what it wrote.
+        decoder: whose target the texts must be of.
+        prompts: the prompt set that they must answer.
+        sampling: how they must have been sampled; None for any way.
+
+    Raises:
+        ValueError: they are not there, or not what they must be.
+    """
     import datasets
 
-    folder = Path(config.responses or "")
-    if not (folder / "respond.json").is_file():
+    path = Path(folder)
+    if not (path / "respond.json").is_file():
         raise ValueError(f"responses {folder}: not there; give a folder that `spec-distill respond` finished")
-    made_with = json.loads((folder / "respond.json").read_text())["settings"]
-    for name, wanted in asdict(config.sampling).items():
-        if name not in ("seed",) and made_with["sampling"][name] != wanted:
+    try:
+        record = json.loads((path / "respond.json").read_text())
+        made_with = record["settings"]
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"responses {folder}: respond.json is damaged: {error}") from error
+    refuse_other_target(record.get("target", {}), decoder.target_description, f"responses {folder}")
+    for name, wanted in asdict(sampling).items() if sampling else ():
+        if name != "seed" and made_with["sampling"][name] != wanted:
             raise ValueError(
                 f"sampling.{name}: {wanted} differs from {made_with['sampling'][name]}, with which {folder} was made: "
                 "alpha belongs to text sampled as it will be served; leave responses out, or make them anew"
             )
-    if made_with["prompts"] != config.prompts:
-        raise ValueError(f"prompts: {config.prompts!r} are not those of {folder}, made for {made_with['prompts']!r}")
-    rows = datasets.load_from_disk(str(folder / "heldout")).select_columns(["input_ids", "response_mask"])
+    if made_with["prompts"] != prompts:
+        raise ValueError(f"prompts: {prompts!r} are not those of {folder}, made for {made_with['prompts']!r}")
+    rows = datasets.load_from_disk(str(path / "heldout")).select_columns(["input_ids", "response_mask"])
     return [(row["input_ids"], row["response_mask"].index(True)) for row in rows]
 
 
@@ -233,12 +255,17 @@ def _decode(decoder: SpeculativeDecoder, encoded: list[list[int]], config: Evalu
     return traces
 
 
-def _record(result: Evaluation, config: EvaluateConfig) -> None:
+def _record(result: Evaluation, config: EvaluateConfig, decoder: SpeculativeDecoder) -> None:
     figures: dict[str, Any] = {**asdict(result), "best_num_draft_tokens": result.best_num_draft_tokens}
     if config.output:
         write_json(Path(config.output), figures)
     folder = Path(config.pair)
     pair = Pair.load(folder)
+    try:
+        refuse_other_target(pair.target, decoder.target_description, f"pair {folder}")
+    except ValueError as error:
+        logger.info("not recorded in pair.json: %s", error)
+        return
     pair.measured = figures
     if config.num_draft_tokens is None:
         pair.num_draft_tokens = result.best_num_draft_tokens

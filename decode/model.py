@@ -156,7 +156,7 @@ def refuse_unsupported_cache(model: PreTrainedModel, capacity: int) -> None:
     if limit is not None and capacity > limit:
         raise ValueError(
             f"prompt + max_new_tokens + num_draft_tokens is {capacity} tokens, "
-            f"longer than the context of {limit} of model {config.model_type!r}: shorten the prompt or max_new_tokens"
+            f"longer than the context of {limit} of model {config.model_type!r}: shorten one of the three"
         )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -21,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+# what transformers raises for folders that are not whole: RuntimeError for shapes, TypeError for a strange config
+NOT_LOADABLE = (OSError, ValueError, TypeError, RuntimeError, SafetensorError, StrictDataclassError)
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -70,8 +73,12 @@ class Pair:
             if version != FORMAT_VERSION:
                 raise ValueError(f"format_version is {version}, this release reads {FORMAT_VERSION}")
             pair = cls(**content)
-            if not isinstance(pair.target, dict) or not isinstance(pair.num_draft_tokens, int):
+            if not isinstance(pair.target, dict) or type(pair.num_draft_tokens) is not int:
                 raise ValueError("target must be an object and num_draft_tokens a whole number")
+            if not isinstance(pair.target.get("id"), str | None):
+                raise ValueError("target.id must be a text")
+            if pair.draft_kind != "model":
+                raise ValueError(f"draft_kind is {pair.draft_kind!r}, this release knows 'model'")
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path}: not a pair description: {error}") from error
         return pair
@@ -101,9 +108,12 @@ def load_model(name: str, dtype: Dtype = "auto", role: str = "model") -> PreTrai
     _require_folder_or_hub_name(name, role)
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:  # RuntimeError: shapes that do not fit
+        loaded: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, output_loading_info=True)
+    except NOT_LOADABLE as error:
         raise _not_loadable(name, role, error) from error
+    model: PreTrainedModel = loaded[0]
+    if missing := sorted(loaded[1]["missing_keys"]):
+        raise ValueError(f"{role} {name}: lacks {len(missing)} of its weights, such as {missing[0]}; get it anew")
     logger.info("%s %s: %s on %s", role, name, str(model.dtype).removeprefix("torch."), device)
     nn.Module.to(model, device)
     model.eval().requires_grad_(False)
@@ -120,7 +130,7 @@ def load_tokenizer(name: str, role: str = "model") -> Tokenizer:
     try:
         tokenizer: Tokenizer = AutoTokenizer.from_pretrained(name)
         return tokenizer
-    except (OSError, ValueError) as error:
+    except NOT_LOADABLE as error:
         raise _not_loadable(name, f"tokenizer of {role}", error) from error
 
 
@@ -173,6 +183,26 @@ def describe_target(name: str, tokenizer: Tokenizer) -> dict[str, str | None]:
     }
 
 
+def refuse_other_target(
+    found: dict[str, str | None],
+    wanted: dict[str, str | None],
+    what: str,
+    keys: tuple[str, ...] = ("config_sha256", "tokenizer_sha256"),
+) -> None:
+    """Compare two descriptions of targets by these hashes, as far as both have them.
+
+    Raises:
+        ValueError: `what` was made for another target.
+    """
+    for key in keys:
+        if None not in (found.get(key), wanted.get(key)) and found[key] != wanted[key]:
+            part = key.removesuffix("_sha256")
+            raise ValueError(
+                f"{what}: made for target {found.get('id')}, whose {part} is not that of {wanted.get('id')}; "
+                "use the same target, or make them anew"
+            )
+
+
 def save_draft_vocab(folder: Path, token_ids: Tensor) -> None:
     """Write the ids of the draft's reduced output vocabulary, int64 [draft_vocab], ascending."""
     save_file({"token_ids": token_ids.contiguous()}, folder / "draft_vocab.safetensors")
@@ -188,9 +218,12 @@ def load_draft_vocab(folder: Path) -> Tensor | None:
     if not path.is_file():
         return None
     try:
-        return load_file(path)["token_ids"]
+        token_ids = load_file(path)["token_ids"]
     except (SafetensorError, KeyError) as error:
         raise ValueError(f"{path}: not a draft's vocabulary: {error}; build the pair anew") from error
+    if token_ids.dtype != torch.int64 or token_ids.ndim != 1 or len(token_ids) == 0 or token_ids.min() < 0:
+        raise ValueError(f"{path}: not a list of token ids; build the pair anew")
+    return token_ids
 
 
 def _require_folder_or_hub_name(name: str, role: str) -> None:

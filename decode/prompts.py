@@ -1,6 +1,7 @@
 """Prompts: the embedded sets, files and stdin, and their token ids."""
 
 import json
+import re
 import sys
 from dataclasses import dataclass
 from importlib import resources
@@ -41,12 +42,12 @@ def load_prompts(source: str) -> list[Prompt]:
     if source == "-":
         return _parse_lines(read_stdin(), "stdin")
     path = Path(source)
-    if not path.is_file():
+    if not path.exists() or path.is_dir():
         raise ValueError(
             f"prompts {source}: no such file; give a file, or one of the embedded sets {', '.join(EMBEDDED)}"
         )
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a byte-order mark
     except UnicodeDecodeError as error:
         raise ValueError(f"prompts {source}: not UTF-8 text: {error}") from error
     return _parse_jsonl(text, source) if path.suffix == ".jsonl" else _parse_lines(text, source)
@@ -70,6 +71,8 @@ def encode(tokenizer: Tokenizer, messages: tuple[dict[str, str], ...]) -> list[i
     Raises:
         ValueError: the chat template refuses the messages, or there is no token in them.
     """
+    if any(re.search("[\ud800-\udfff]", message["content"]) for message in messages):
+        raise ValueError("the prompt holds half a character (a lone surrogate): write valid Unicode text")
     quiet = {"verbose": False}  # a text that is too long is refused in our own words
     if tokenizer.chat_template is None:
         ids: list[int] = tokenizer.encode("\n\n".join(message["content"] for message in messages), **quiet)
@@ -112,6 +115,8 @@ def _parse_row(line: str, source: str, number: int) -> Prompt:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{where}: not JSON: {error.msg} at column {error.colno}") from error
+    except (RecursionError, ValueError) as error:  # nested too deep, a number of too many digits
+        raise ValueError(f"{where}: not JSON that can be read: {error}") from error
     if not isinstance(row, dict):
         raise ValueError(f'{where}: not a JSON object; write {{"prompt": "..."}}')
     split = row.get("split")

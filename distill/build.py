@@ -23,7 +23,7 @@ from train.checkpoint import publish, remove_folder
 from train.provenance import provenance
 
 from .config import BuildConfig
-from .responses import hidden_states_dtype, load_responses
+from .responses import hidden_states_dtype, load_responses, refuse_responses_of_another_target
 from .teacher import TeacherHead, collate, teacher_signal
 
 logger = logging.getLogger(__name__)
@@ -52,6 +52,9 @@ def build(config: BuildConfig) -> Path:
     if config.responses is not None:
         load_responses(config.responses, "train")  # or refuse them, before the target is loaded
     target = load_model(config.target, role="target")
+    if config.responses is not None:
+        kept = "hidden_states" in load_responses(config.responses, "train").column_names
+        refuse_responses_of_another_target(config.responses, config.target, tokenizer, states=kept)
     token_ids = _draft_vocab(config, target, tokenizer)
     draft = draft_from_layers(target, layers)
     temporary = output.parent / f".{output.name}.tmp"

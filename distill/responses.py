@@ -13,8 +13,9 @@ import datasets
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from decode.pair import load_model, load_tokenizer, stop_token_ids
+from decode.pair import describe_target, load_model, load_tokenizer, refuse_other_target, stop_token_ids
 from decode.params import Completion
 from decode.plain import PlainDecoder
 from decode.progress import ProgressBar
@@ -75,7 +76,11 @@ def respond(config: RespondConfig) -> Path:
     logger.info("%d responses, of which %d held out", len(prompts), sum(p.split == "heldout" for p in prompts))
     if not begun:
         parts.mkdir(parents=True, exist_ok=True)
-        record = {"settings": settings, "hidden_states_dtype": str(model.dtype).removeprefix("torch.")}
+        record = {
+            "settings": settings,
+            "target": describe_target(config.target, tokenizer),
+            "hidden_states_dtype": str(model.dtype).removeprefix("torch."),
+        }
         write_text(parts / RECORD, json.dumps({**record, "provenance": provenance(asdict(config))}, indent=2))
     _generate(PlainDecoder(model, stop_token_ids(model, tokenizer)), prompts, encoded, config, parts)
     _assemble(parts, prompts, output)
@@ -99,8 +104,27 @@ def load_responses(folder: str, split: str) -> datasets.Dataset:
 
 def hidden_states_dtype(folder: str) -> torch.dtype:
     """In which dtype the hidden states of these responses were kept."""
-    record = json.loads((Path(folder) / RECORD).read_text())
-    return getattr(torch, record["hidden_states_dtype"])  # type: ignore[no-any-return]
+    return getattr(torch, _record(Path(folder))["hidden_states_dtype"])  # type: ignore[no-any-return]
+
+
+def refuse_responses_of_another_target(folder: str, name: str, tokenizer: Tokenizer, states: bool) -> None:
+    """Text of another target can teach, if its tokens are the same; its hidden states can not.
+
+    Raises:
+        ValueError: the responses are in another tokenizer's ids; or `states` are wanted, and not of target `name`.
+    """
+    keys = ("tokenizer_sha256", "config_sha256") if states else ("tokenizer_sha256",)
+    made_by = _record(Path(folder)).get("target", {})
+    refuse_other_target(made_by, describe_target(name, tokenizer), f"responses {folder}", keys)
+
+
+def _record(folder: Path) -> dict[str, Any]:
+    try:
+        record: dict[str, Any] = json.loads((folder / RECORD).read_text())
+        record["settings"], record["hidden_states_dtype"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"responses {folder}: {RECORD} is missing or damaged; make them anew") from error
+    return record
 
 
 def _all_samples(prompts: list[Prompt], config: RespondConfig) -> list[Prompt]:
@@ -201,7 +225,7 @@ def _refuse_other_settings(folder: Path, settings: dict[str, Any]) -> None:
     """What is there may be reused only if the same configuration made it."""
     if not (folder / RECORD).is_file():
         raise ValueError(f"output {folder}: exists and holds no responses; give another folder")
-    recorded = json.loads((folder / RECORD).read_text())["settings"]
+    recorded = _record(folder)["settings"]
     wanted = json.loads(json.dumps(settings))
     for key, value in wanted.items():
         if recorded.get(key, value) != value:  # what is not recorded cannot be compared

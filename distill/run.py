@@ -27,7 +27,7 @@ from train.provenance import provenance
 
 from .config import RunConfig
 from .losses import acceptance, forward_kl, sum_over_chunks
-from .responses import hidden_states_dtype, load_responses
+from .responses import hidden_states_dtype, load_responses, refuse_responses_of_another_target
 from .teacher import Batch, TeacherHead, collate, final_hidden_states, teacher_signal
 
 logger = logging.getLogger(__name__)
@@ -152,6 +152,7 @@ def distill(config: RunConfig) -> FitResult:
     rows, heldout = load_responses(config.responses, "train"), load_responses(config.responses, "heldout")
     kept_dtype = _kept_dtype(config, rows)
     tokenizer, draft_name = load_tokenizer(target_name, "target"), str(folder / "draft")
+    refuse_responses_of_another_target(config.responses, target_name, tokenizer, states=False)
     refuse_other_tokenizer(tokenizer, load_tokenizer(draft_name, "draft"), target_name, draft_name)
     target = load_model(target_name, role="target")
     draft = load_model(draft_name, "float32", "draft")

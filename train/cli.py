@@ -3,7 +3,7 @@
 from dataclasses import fields
 
 from .config import LanguageModelConfig
-from .console import Parser, run
+from .console import Parser, instantiated, run
 
 PROGRAM = "spec-train"
 
@@ -17,7 +17,7 @@ def _train(argv: list[str] | None) -> None:
     parser = Parser(prog=PROGRAM, description="Train a language model with cross-entropy.")
     parser.add_argument("--config", action="config", help="YAML file; options after it override its values")
     parser.add_class_arguments(LanguageModelConfig)
-    options = parser.instantiate(parser.parse_args(argv))
+    options = instantiated(parser, argv)
     config = LanguageModelConfig(**{f.name: options[f.name] for f in fields(LanguageModelConfig)})
 
     # torch and transformers take seconds to import, which --help and a mistyped option need not wait for.

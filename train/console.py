@@ -15,8 +15,8 @@ import jsonargparse
 # How jsonargparse names an option it does not know, on the command line and in a configuration file.
 UNKNOWN = re.compile(
     r"unrecognized arguments: --(?P<argument>[\w.-]+)"
-    r"|(?:Group '(?P<group>[\w.]+)' does not accept o|O)ption '(?P<option>[\w.]+)'(?: is not accepted)?"
-    r"|does not accept option '(?P<nested>[\w.]+)'"
+    r"|(?:Group '(?P<group>[\w.]+)' does not accept o|O)ption '(?P<option>[\w.-]+)'(?: is not accepted)?"
+    r"|does not accept option '(?P<nested>[\w.-]+)'"
 )
 KEY = re.compile(r"""^Parser key "([^"]+)":\s*""")
 # Its complaints about types, and what is left of them.
@@ -71,14 +71,17 @@ def run(program: str, body: Callable[[], None]) -> int:
         body: parses, builds and calls; raises ValueError or OSError for what the user did.
 
     Returns:
-        0; 2 after an error of the user; 130 after Ctrl-C.
+        0; 2 after an error of the user; 130 after Ctrl-C; 141 when nobody reads the output any more.
     """
     _configure_logging()
     try:
         body()
     except KeyboardInterrupt:
-        print(f"{program}: interrupted; the same command resumes from the last checkpoint", file=sys.stderr)
+        print(f"{program}: interrupted; the same command goes on from what is saved", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # whoever read our output has seen enough; nothing may be flushed to them at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except SystemExit as stop:  # argparse, after --help or after an error it has printed
         return stop.code if isinstance(stop.code, int) else 0
     except OSError as error:
@@ -115,12 +118,26 @@ def run_commands(
             subparser.add_argument("--config", action="config", help="YAML file; options after it override its values")
             subparser.add_class_arguments(config_class)
             subcommands.add_subcommand(name, subparser, help=help_text)
-        options = parser.instantiate(parser.parse_args(argv))
+        options = instantiated(parser, argv)
         config_class, command, _ = commands[options.command]
         chosen = options[options.command]
         command(config_class(**{field.name: chosen[field.name] for field in fields(config_class)}))
 
     return run(program, body)
+
+
+def instantiated(parser: Parser, argv: list[str] | None) -> jsonargparse.Namespace:
+    """Parses a command line and builds the dataclasses in it.
+
+    Raises:
+        ValueError: a value that a dataclass refuses, or a group of options that is given as something else.
+    """
+    options = parser.parse_args(argv)
+    try:
+        built: jsonargparse.Namespace = parser.instantiate(options)
+        return built
+    except TypeError as error:
+        raise ValueError(f"config: a group of options must be a mapping of its keys: {error}") from error
 
 
 def print_error(program: str, message: str) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -99,10 +100,10 @@ def train_language_model(config: LanguageModelConfig) -> FitResult:
     for path in (config.data, config.eval_data):
         if path is not None and not Path(path).exists():
             raise FileNotFoundError(f"data: {path} does not exist")
-    tokenizer = AutoTokenizer.from_pretrained(config.model)
+    tokenizer = _load(AutoTokenizer, config.model)
     rows = read_rows(Path(config.data), tokenizer, config.max_length)
     eval_rows = read_rows(Path(config.eval_data), tokenizer, config.max_length) if config.eval_data else []
-    model = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32)
+    model = _load(AutoModelForCausalLM, config.model, dtype=torch.float32)
     largest = max(int(row["input_ids"].max()) for row in [*rows, *eval_rows])
     if largest >= model.config.vocab_size:
         raise ValueError(
@@ -117,3 +118,13 @@ def train_language_model(config: LanguageModelConfig) -> FitResult:
     )
     lengths = [len(row["input_ids"]) for row in rows]
     return fit(task, rows, lengths, config.train, asdict(config))
+
+
+def _load(auto_class: Any, name: str, **options: Any) -> Any:
+    """Raises ValueError, in one line, for a model that is not there or not whole."""
+    try:
+        return auto_class.from_pretrained(name, **options)
+    except (OSError, ValueError, TypeError, RuntimeError, SafetensorError) as error:
+        reason = str(error).strip().split("\n")[0]
+        missing = "" if Path(name).is_dir() else "there is no such folder, and the hub did not provide it: "
+        raise ValueError(f"model {name}: {missing}{reason}") from error

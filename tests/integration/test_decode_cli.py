@@ -226,7 +226,7 @@ def test_prompts_that_cannot_be_read(command: str, pair: Path, tmp_path: Path, c
     assert "no such file; give a file, or one of the embedded sets service, general" in said("servce")
     long = write(tmp_path / "long.jsonl", "".join(json.dumps({"prompt": "x" * n}) + "\n" for n in (1, 1, 600, 1, 1, 1)))
     assert said(long).startswith(f"prompt {long}:3: prompt + max_new_tokens + num_draft_tokens is ")
-    assert said(long).endswith("longer than the context of 512 of model 'llama': shorten the prompt or max_new_tokens")
+    assert said(long).endswith("longer than the context of 512 of model 'llama': shorten one of the three")
 
 
 def test_no_prompt_at_all(pair: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

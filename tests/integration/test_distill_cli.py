@@ -317,3 +317,46 @@ def test_what_shows_once_the_models_are_loaded_is_one_more_line(
     assert message.replace("{}", str(work)) in last
     assert all(line.startswith(("target ", "draft ")) for line in logged)
     assert (files(work), files(made)) == before
+
+
+def test_an_unmarked_set_is_measured_on_what_was_held_out(made: Path, target: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "unmarked.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"Say {n}."}) + "\n" for n in range(60)))
+    settings = ["--sampling.temperature", "1", "--sampling.max_new_tokens", "8"]
+    responses = str(tmp_path / "responses")
+    assert main(["respond", "--target", str(target), "--prompts", str(prompts), "--output", responses, *settings]) == 0
+    common = ["--pair", str(trained_pair(made)), "--prompts", str(prompts), "--responses", responses]
+    output = tmp_path / "figures.json"
+    assert decode.cli.main(["evaluate", *common, *settings, "--output", str(output)]) == 0
+    figures = json.loads(output.read_text())
+    assert figures["num_prompts"] == 6
+    assert figures["counts"]["committed"] <= 6 * 8  # of 60 prompts, 54 taught the draft
+    assert decode.cli.main(["bench", *common, "--max_new_tokens", "8", "--output", str(output)]) == 0
+    assert [len(timing["ratios"]) for timing in json.loads(output.read_text())] == [6, 6]
+
+
+def test_responses_of_another_target_are_refused(
+    made: Path, tiny_model_folder: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other, responses = tiny_model_folder(num_layers=2, hidden_size=16), str(made / "responses")
+    build = ["build", "--target", str(other), "--layers", "1", "--output", str(tmp_path / "pair")]
+    assert main([*build, "--vocab_size", "50", "--responses", responses]) == 2
+    assert f"responses {responses}: made for target" in capsys.readouterr().err
+    assert not (tmp_path / "pair").exists()
+    assert main(build) == 0
+    evaluate = ["evaluate", "--pair", str(tmp_path / "pair"), "--prompts", str(made / "prompts.jsonl")]
+    options = [f"--sampling.{name}={value}" for name, value in SAMPLING.items()]
+    assert decode.cli.main([*evaluate, *options, "--responses", responses]) == 2
+    assert f"responses {responses}: made for target" in capsys.readouterr().err
+
+
+def test_figures_for_another_target_are_not_the_pair_s(
+    made: Path, tiny_model_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    pair = tmp_path / "pair"
+    shutil.copytree(trained_pair(made), pair)
+    before = (pair / "pair.json").read_bytes()
+    other = tiny_model_folder(num_layers=2, hidden_size=16)
+    evaluate = ["evaluate", "--pair", str(pair), "--prompts", str(made / "prompts.jsonl"), "--target", str(other)]
+    assert decode.cli.main([*evaluate, "--sampling.max_new_tokens", "4", "--num_decoded_prompts", "2"]) == 0
+    assert (pair / "pair.json").read_bytes() == before

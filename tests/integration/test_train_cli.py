@@ -131,7 +131,7 @@ def test_ctrl_c_says_that_it_resumes(
 
     monkeypatch.setattr("train.loop.save_checkpoint", interrupt)
     assert cli.main(command(model, data, tmp_path / "run", "--train.max_steps", "1")) == 130
-    assert "resumes from the last checkpoint" in capsys.readouterr().err
+    assert "goes on from what is saved" in capsys.readouterr().err
 
 
 def test_help_needs_neither_torch_nor_transformers() -> None:

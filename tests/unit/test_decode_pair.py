@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -21,6 +22,7 @@ from decode.pair import (
     save_draft_vocab,
     stop_token_ids,
 )
+from decode.prompts import as_messages, encode
 
 ModelFolder = Callable[..., Path]
 
@@ -235,3 +237,25 @@ def test_the_same_vocabulary_that_splits_differently_is_refused() -> None:
     assert target.tokenize("Hello") != draft.tokenize("Hello")
     with pytest.raises(ValueError, match=r"draft d: .* vocabulary of target t but splits text differently; copy the"):
         refuse_other_tokenizer(target, draft, "t", "d")
+
+
+def test_a_model_without_all_its_weights_is_refused(tiny_model_folder: Callable[..., Path], tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model_folder(), folder)
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"target .*: lacks 1 of its weights, such as model\.layers\.1\.mlp\.up_proj"):
+        load_model(str(folder), role="target")
+
+
+@pytest.mark.parametrize("ids", [[[1, 2]], [], [-1], [0.5]], ids=str)
+def test_a_vocabulary_that_is_none_is_refused(ids: list[Any], tmp_path: Path) -> None:
+    save_file({"token_ids": torch.tensor(ids)}, tmp_path / "draft_vocab.safetensors")
+    with pytest.raises(ValueError, match="not a list of token ids"):
+        load_draft_vocab(tmp_path)
+
+
+def test_a_lone_surrogate_is_refused(byte_tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(ValueError, match="lone surrogate"):
+        encode(byte_tokenizer, as_messages("a\ud800b"))
