@@ -25,8 +25,6 @@ class Proposal:
 class Proposer(Protocol):
     """Proposes continuations for a batch of rows; keeps whatever state it needs between rounds."""
 
-    num_passes: int
-
     def start(self, prompts: list[list[int]], capacity: int) -> None:
         """Begin a new batch whose rows will hold up to `capacity` tokens."""
 
@@ -56,7 +54,6 @@ class DraftModelProposer:
         self.model = model
         self.vocab_size = vocab_size
         self.draft_vocab = draft_vocab
-        self.num_passes = 0
 
     def start(self, prompts: list[list[int]], capacity: int) -> None:
         self.cached = CachedModel(self.model, len(prompts), capacity)
@@ -96,11 +93,9 @@ class DraftModelProposer:
         width = max(counts)
         padded = torch.tensor([ids + [0] * (width - len(ids)) for ids in pending], device=self.model.device)
         logits = self.cached.forward(self._readable(padded), counts)
-        self.num_passes += 1
         return self._meaningful(logits[torch.arange(len(counts)), torch.tensor(counts) - 1])
 
     def _step(self, tokens: Tensor) -> Tensor:
-        self.num_passes += 1
         return self._meaningful(self.cached.forward(tokens.unsqueeze(1).to(self.model.device))[:, 0])
 
     def _readable(self, tokens: Tensor) -> Tensor:

@@ -50,11 +50,9 @@ def build(config: BuildConfig) -> Path:
         logger.info("%s is complete already; nothing to do", output)
         return output
     if config.responses is not None:
-        load_responses(config.responses, "train")  # or refuse them, before the target is loaded
-    target = load_model(config.target, role="target")
-    if config.responses is not None:
         kept = "hidden_states" in load_responses(config.responses, "train").column_names
         refuse_responses_of_another_target(config.responses, config.target, tokenizer, states=kept)
+    target = load_model(config.target, role="target")
     token_ids = _draft_vocab(config, target, tokenizer)
     draft = draft_from_layers(target, layers)
     temporary = output.parent / f".{output.name}.tmp"

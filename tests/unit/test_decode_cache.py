@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
 from decode.cache import KVCache
-from decode.model import CachedModel
+from decode.model import CachedModel, reduce_output_vocabulary
 
 VOCAB = 24
 CAPACITY = 40
@@ -247,3 +247,8 @@ def test_a_cache_holds_its_capacity_and_no_more(tiny_llama: Callable[..., LlamaF
     cached.forward(torch.ones(2, 1, dtype=torch.long))
     with pytest.raises(AssertionError):
         cached.rollback([8, 5])  # more than it remembers
+
+
+def test_a_vocabulary_beyond_the_head_is_refused(tiny_llama: Callable[..., LlamaForCausalLM]) -> None:
+    with pytest.raises(ValueError, match="draft vocabulary: id 259 is beyond the 259 of the draft's head"):
+        reduce_output_vocabulary(tiny_llama(), torch.tensor([0, 259]))
