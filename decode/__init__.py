@@ -4,9 +4,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .decoder import SpeculativeDecoder
-    from .params import SamplingParams
+    from .params import SamplingParams, SpeculationParams
 
-__all__ = ["SamplingParams", "SpeculativeDecoder"]
+__all__ = ["SamplingParams", "SpeculationParams", "SpeculativeDecoder"]
 
 
 def __getattr__(name: str) -> Any:
@@ -15,8 +15,8 @@ def __getattr__(name: str) -> Any:
         from .decoder import SpeculativeDecoder
 
         return SpeculativeDecoder
-    if name == "SamplingParams":
-        from .params import SamplingParams
+    if name in ("SamplingParams", "SpeculationParams"):
+        from . import params
 
-        return SamplingParams
+        return getattr(params, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,11 +1,17 @@
-"""Plain against speculative decoding, turn by turn in one process: only their ratio means anything."""
+"""Ways of decoding against each other, turn by turn in one process: only their ratios mean anything."""
 
-import logging
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter
+from typing import Any
 
+import torch
+
+from .baselines import NUMS_ASSISTANT_TOKENS, TransformersBaselines
+from .clock import ForwardClock
 from .config import BenchConfig
 from .costs import Costs, measure_costs
 from .decoder import SpeculativeDecoder
@@ -13,39 +19,90 @@ from .evaluate import heldout_prompts, saved_texts, spread
 from .files import refuse_unwritable, write_json
 from .params import SamplingParams
 from .progress import ProgressBar
-from .speculative import Seconds, Trace
-
-logger = logging.getLogger(__name__)
+from .provenance import provenance
+from .trace import Trace
 
 WARM_UP_TOKENS = 16
+# what transformers' best number of assistant tokens is found on
+SWEEP_PROMPTS = 3
+
+# continues one prompt
+Mode = Callable[[list[int], SamplingParams], list[int]]
+BEST_ASSISTED = "transformers_assisted_best"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One prompt decoded once."""
+
+    num_tokens: int
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_tokens / self.seconds
 
 
 @dataclass(frozen=True)
 class Timing:
-    """One setting, timed on num_prompts prompts.
+    """One setting, timed.
 
     Attributes:
         sampling: the setting.
-        plain_tokens_per_second, speculative_tokens_per_second: medians over prompts.
-        ratios: speculative over plain, by prompt.
-        trace: acceptance of all speculative runs together.
-        seconds: what speculative time was spent on.
+        num_draft_tokens: tokens proposed a round; None where that was chosen while running.
+        runs: by mode, one a prompt, of the same prompts in the same order: "plain" and "speculative", and where asked
+            for "transformers_plain", "transformers_assisted_best" and "transformers_assisted_default".
+        sweep: tokens per second of transformers' assisted generation by fixed number of assistant tokens, on prompts
+            of its own; the best of them is timed. Empty when not asked for.
+        trace: acceptance and seconds of all speculative runs together.
+        share_outside_models: of the speculative runs' wall time, what passed outside the two models' forward passes;
+            None on an accelerator, where a forward pass returns before it is done.
         costs: c and v(n), measured at this setting.
-        predicted_speedup: from the measured acceptance and costs.
+        predicted_speedup: from the tokens drafted and committed, and the costs.
     """
 
     sampling: SamplingParams
-    plain_tokens_per_second: float
-    speculative_tokens_per_second: float
-    ratios: list[float]
+    num_draft_tokens: int | None
+    runs: dict[str, list[Run]]
+    sweep: dict[int, float]
     trace: Trace
-    seconds: Seconds
+    share_outside_models: float | None
     costs: Costs
     predicted_speedup: float
 
+    def tokens_per_second(self, mode: str) -> list[float]:
+        """By prompt."""
+        return [run.tokens_per_second for run in self.runs[mode]]
+
+    def ratios(self, mode: str = "speculative", base: str = "plain") -> list[float]:
+        """How many times faster one mode is than another, by prompt."""
+        pairs = zip(self.tokens_per_second(mode), self.tokens_per_second(base), strict=True)
+        return [fast / slow for fast, slow in pairs]
+
     @property
     def ratio(self) -> float:
-        return median(self.ratios)
+        return median(self.ratios())
+
+    @property
+    def best_num_assistant_tokens(self) -> int | None:
+        return max(self.sweep, key=lambda number: self.sweep[number]) if self.sweep else None
+
+    def figures(self) -> dict[str, Any]:
+        """All of it, and what follows from it, as JSON values."""
+        return {
+            **{name: value for name, value in vars(self).items() if name not in ("sampling", "runs", "trace", "costs")},
+            "sampling": asdict(self.sampling),
+            "runs": {mode: [asdict(run) for run in runs] for mode, runs in self.runs.items()},
+            "trace": self.trace.figures(),
+            "costs": asdict(self.costs),
+            "median_tokens_per_second": {mode: median(self.tokens_per_second(mode)) for mode in self.runs},
+            "median_ratios_to_plain": {mode: median(self.ratios(mode)) for mode in self.runs},
+            "ratios": self.ratios(),
+            "ratio": self.ratio,
+            "realised_over_predicted": self.ratio / self.predicted_speedup,
+            "best_num_assistant_tokens": self.best_num_assistant_tokens,
+            "ratio_to_best_assisted": median(self.ratios(base=BEST_ASSISTED)) if self.sweep else None,
+        }
 
 
 def bench(config: BenchConfig) -> list[Timing]:
@@ -63,58 +120,106 @@ def bench(config: BenchConfig) -> list[Timing]:
         for temperature in config.temperatures
     ]
     prompts = heldout_prompts(config.prompts)
-    decoder = SpeculativeDecoder.from_pretrained(
-        config.target, config.pair, num_draft_tokens=config.num_draft_tokens, dtype=config.dtype
-    )
+    decoder = SpeculativeDecoder.from_pretrained(config.target, config.pair, config.speculation, dtype=config.dtype)
     if config.responses:
-        encoded = [ids[:start] for ids, start in saved_texts(config.responses, decoder, config.prompts)]
+        available = [ids[:start] for ids, start in saved_texts(config.responses, decoder, config.prompts)]
     else:
-        encoded = decoder.encode_all(prompts, settings[0])
-    encoded = spread(encoded, config.num_prompts)
-    if len(encoded) < 5:
-        raise ValueError(f"prompts: {config.prompts} has {len(encoded)} held-out prompts; a median needs 5 or more")
+        available = decoder.encode_all(prompts, settings[0])
+    timed = spread(available, config.num_prompts)
+    if len(timed) < 5:
+        raise ValueError(f"prompts: {config.prompts} has {len(timed)} held-out prompts; a median needs 5 or more")
+    baselines, swept = None, []
+    if config.transformers:
+        swept = spread([prompt for prompt in available if prompt not in timed], SWEEP_PROMPTS)
+        if not swept:
+            raise ValueError(
+                f"num_prompts: all {len(available)} held-out prompts of {config.prompts} would be timed, which leaves "
+                "none to find transformers' best number of assistant tokens on; time fewer, or give more prompts"
+            )
+        folder = Path(config.pair)
+        stock_draft = str(folder / "draft") if (folder / "pair.json").is_file() else config.pair
+        baselines = TransformersBaselines(decoder, stock_draft, config.dtype)
     refuse_unwritable(config.output)
-    with ProgressBar("timing", len(settings) * len(encoded)) as bar:
-        timings = [_time(decoder, encoded, params, bar) for params in settings]
+    runs = 5 * len(timed) + len(NUMS_ASSISTANT_TOKENS) * len(swept) if baselines else 2 * len(timed)
+    with ProgressBar("timing", len(settings) * runs) as bar:
+        timings = [_time(decoder, timed, params, bar, baselines, swept) for params in settings]
     if config.output:
-        write_json(Path(config.output), [{**asdict(timing), "ratio": timing.ratio} for timing in timings])
+        write_json(Path(config.output), _report(config, decoder, timings))
     return timings
 
 
-def _time(decoder: SpeculativeDecoder, encoded: list[list[int]], params: SamplingParams, bar: ProgressBar) -> Timing:
-    engine = decoder.engine
-    costs = measure_costs(decoder, params, max_draft_tokens=engine.num_draft_tokens)
-    warm_up = replace(params, max_new_tokens=WARM_UP_TOKENS)
-    decoder.plain.generate_ids(encoded[:1], warm_up)
-    engine.generate_ids(encoded[:1], warm_up)
-    engine.seconds = Seconds()
-    plain, speculative, total = [], [], Trace()
+def _report(config: BenchConfig, decoder: SpeculativeDecoder, timings: list[Timing]) -> dict[str, Any]:
+    return {
+        "timings": [timing.figures() for timing in timings],
+        "dtype": str(decoder.target.dtype).removeprefix("torch."),
+        "device": str(decoder.target.device),
+        "num_threads": torch.get_num_threads(),
+        "provenance": provenance(asdict(config)),
+    }
 
-    def time_plain(prompt: list[int], params: SamplingParams) -> None:
-        started = perf_counter()
+
+def _time(
+    decoder: SpeculativeDecoder,
+    prompts: list[list[int]],
+    params: SamplingParams,
+    bar: ProgressBar,
+    baselines: TransformersBaselines | None,
+    swept: list[list[int]],
+) -> Timing:
+    engine, clock, total = decoder.engine, ForwardClock(), Trace()
+    most = engine.speculation.num_draft_tokens or engine.speculation.max_draft_tokens
+    costs = measure_costs(decoder, params, max_draft_tokens=most)
+
+    def plain(prompt: list[int], params: SamplingParams) -> list[int]:
         (completion,) = decoder.plain.generate_ids([prompt], params)
-        plain.append(len(completion.ids) / (perf_counter() - started))
+        return completion.ids
 
-    def time_speculative(prompt: list[int], params: SamplingParams) -> None:
+    def speculative(prompt: list[int], params: SamplingParams) -> list[int]:
         nonlocal total
-        started = perf_counter()
-        (completion,), (trace,) = engine.generate_ids([prompt], params)
-        speculative.append(len(completion.ids) / (perf_counter() - started))
+        with clock:
+            (completion,), (trace,) = engine.generate_ids([prompt], params)
         total += trace
+        return completion.ids
 
-    for number, prompt in enumerate(encoded):
-        # who goes first alternates, so that neither always finds the machine as the other left it
-        turns = (time_plain, time_speculative) if number % 2 == 0 else (time_speculative, time_plain)
-        for turn in turns:
-            turn(prompt, replace(params, seed=number))
-        bar.advance(1)
+    modes: dict[str, Mode] = {"plain": plain, "speculative": speculative}
+    sweep: dict[int, float] = {}
+    warm_up = replace(params, max_new_tokens=WARM_UP_TOKENS)
+    if baselines:
+        modes["transformers_plain"] = baselines.plain
+        modes["transformers_assisted_default"] = baselines.assisted
+        baselines.assisted(swept[0], warm_up)
+        sweep = baselines.sweep(swept, params, bar)
+        best = max(sweep, key=lambda number: sweep[number])
+        modes[BEST_ASSISTED] = partial(baselines.assisted, num_assistant_tokens=best)
+    for mode in modes.values():
+        mode(prompts[0], warm_up)
+    clock.seconds, total = 0.0, Trace()
+    runs = _take_turns(modes, prompts, params, bar)
+    wall = sum(run.seconds for run in runs["speculative"])
     return Timing(
         sampling=params,
-        plain_tokens_per_second=median(plain),
-        speculative_tokens_per_second=median(speculative),
-        ratios=[fast / slow for fast, slow in zip(speculative, plain, strict=True)],
+        num_draft_tokens=engine.speculation.num_draft_tokens,
+        runs=runs,
+        sweep=sweep,
         trace=total,
-        seconds=engine.seconds,
+        share_outside_models=1 - clock.seconds / wall if decoder.target.device.type == "cpu" else None,
         costs=costs,
-        predicted_speedup=costs.predicted_speedup(total.betas, engine.num_draft_tokens),
+        predicted_speedup=costs.predicted_speedup_of(total),
     )
+
+
+def _take_turns(
+    modes: dict[str, Mode], prompts: list[list[int]], params: SamplingParams, bar: ProgressBar
+) -> dict[str, list[Run]]:
+    """Decode every prompt once in every mode; advances `bar` by each run."""
+    runs: dict[str, list[Run]] = {name: [] for name in modes}
+    for number, prompt in enumerate(prompts):
+        # who goes first rotates, so that none always finds the machine as the same other left it
+        first = number % len(modes)
+        for name in [*modes][first:] + [*modes][:first]:
+            torch.manual_seed(number)
+            started = perf_counter()
+            ids = modes[name](prompt, params)
+            runs[name].append(Run(len(ids), perf_counter() - started))
+            bar.advance(1)
+    return runs

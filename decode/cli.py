@@ -28,9 +28,9 @@ def _bench(config: BenchConfig) -> None:
     from rich import print
 
     from .bench import bench
-    from .tables import bench_table
+    from .tables import bench_tables
 
-    print(bench_table(bench(config)))
+    print(bench_tables(bench(config)))
 
 
 COMMANDS: dict[str, tuple[type, Callable[[Any], None], str]] = {

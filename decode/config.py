@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from .params import SamplingParams
+from .params import SamplingParams, SpeculationParams
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -13,29 +13,40 @@ class GenerateConfig:
     """Answer prompts with a target and its draft.
 
     Args:
-        pair: a pair's folder; or the folder or hub id of any draft, together with target
+        pair: a pair's folder; or the folder or hub id of any draft, together with target; lookup alone needs none
         target: the target, a folder or a hub id; null takes the one that the pair names
         prompt: the prompt; without it and without prompts, stdin is one
         prompts: many prompts: a .jsonl or .txt file, - for stdin with one a line, or an embedded set
         sampling: how to choose tokens
-        num_draft_tokens: tokens proposed a round; null takes the pair's
+        speculation: how to draft and verify
+        raw: continue the prompt as it stands, without the chat template
         stream: print the text while it is generated
         show_accepted: colour the text by where it came from: drafted and accepted, corrected, bonus
         dtype: of both models; auto keeps each checkpoint's
+        draft_dtype: of the draft, when it is another
     """
 
-    pair: str
+    pair: str | None = None
     target: str | None = None
     prompt: str | None = None
     prompts: str | None = None
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    num_draft_tokens: int | None = None
+    speculation: SpeculationParams = field(default_factory=SpeculationParams)
+    raw: bool = False
     stream: bool = False
     show_accepted: bool = False
     dtype: Dtype = "auto"
+    draft_dtype: Dtype | None = None
 
     def __post_init__(self) -> None:
         """Raises ValueError for what cannot be meant together."""
+        if self.pair is None and self.target is None:
+            raise ValueError("pair: none given; use --pair, or --target with --speculation.proposer lookup")
+        if self.pair is None and self.speculation.proposer != "lookup":
+            raise ValueError(
+                f"pair: none given, and the proposer {self.speculation.proposer} needs one; "
+                "use --pair, or --speculation.proposer lookup"
+            )
         if self.prompt is not None and self.prompts is not None:
             raise ValueError("prompt: given together with prompts; give one of them")
         if self.prompt is not None and not self.prompt.strip():
@@ -63,7 +74,7 @@ class EvaluateConfig:
     target: str | None = None
     prompts: str = "service"
     responses: str | None = None
-    sampling: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=1.0))
+    sampling: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=1.0, seed=0))
     num_draft_tokens: int | None = None
     batch_size: int = 16
     num_decoded_prompts: int = 32
@@ -75,6 +86,8 @@ class EvaluateConfig:
         for name in ("batch_size", "num_decoded_prompts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: {getattr(self, name)} is not possible; give 1 or more")
+        if self.sampling.has_penalties:
+            raise ValueError("sampling: alpha is measured without penalties, biases and bad words; leave them out")
         if self.sampling.max_new_tokens < 2:
             raise ValueError("sampling.max_new_tokens: 1 leaves nothing to draft; give 2 or more")
 
@@ -92,7 +105,9 @@ class BenchConfig:
         temperatures: settings to time; 0 is greedy
         top_p: for the settings above temperature 0
         max_new_tokens: length of each text at most
-        num_draft_tokens: tokens proposed a round; null takes the pair's
+        speculation: how to draft and verify
+        transformers: also time transformers with the same target weights: plain, assisted by the stock draft with its
+            defaults, and assisted with the fixed number of draft tokens that serves it best
         output: JSON file for all figures
         dtype: of both models; auto keeps each checkpoint's
     """
@@ -105,7 +120,8 @@ class BenchConfig:
     temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
     top_p: float = 1.0
     max_new_tokens: int = 128
-    num_draft_tokens: int | None = None
+    speculation: SpeculationParams = field(default_factory=SpeculationParams)
+    transformers: bool = False
     output: str | None = None
     dtype: Dtype = "auto"
 

@@ -1,17 +1,18 @@
 """What a draft step and a target pass cost here, and the speedup that follows from them."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter
 
 import torch
 
+from .completion import Completion
 from .decoder import SpeculativeDecoder
 from .model import CachedModel
-from .noise import RowNoise
 from .params import SamplingParams
-from .sampling import next_token_distribution, sample
+from .sampler import BatchSampler
+from .trace import Trace
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,11 @@ class Costs:
         """E / (gamma c + v(gamma + 1)), with the last measured beta standing for those beyond it."""
         cost = num_draft_tokens * self.draft_step + self.target_pass[num_draft_tokens]
         return block_efficiency(betas, num_draft_tokens) / cost
+
+    def predicted_speedup_of(self, trace: Trace) -> float:
+        """The same for rounds that drafted various numbers of tokens: tokens committed over the cost of the rounds."""
+        cost = sum(each.num_drafted * self.draft_step + self.target_pass[each.num_drafted] for each in trace.rounds)
+        return trace.num_committed / cost
 
     def best_num_draft_tokens(self, betas: list[float]) -> int:
         """The gamma of largest predicted speedup."""
@@ -68,27 +74,28 @@ def measure_costs(
         context_length: tokens in the cache.
         repetitions: of each kind of pass; two more are made first and discarded.
     """
-    proposer, target_model = decoder.proposer, decoder.target
+    target_model = decoder.target
+    proposer = decoder.engine.proposer
+    assert proposer is not None
     prompt = decoder.encode("Measure me.")
     prompt = (prompt * math.ceil(context_length / len(prompt)))[:context_length]
-    capacity = context_length + 2 * max_draft_tokens + 2
-    target = CachedModel(target_model, 1, capacity)
-    target.prefill([prompt])
-    proposer.start([prompt], capacity)
-    noise = RowNoise(0, [0], target_model.device)
-
-    def process(logits: torch.Tensor) -> torch.Tensor:
-        return next_token_distribution(logits, params.temperature, params.top_k, params.top_p)
+    params = replace(params, max_new_tokens=max_draft_tokens + 1, min_new_tokens=0)
+    row = Completion(prompt, params, tokenizer=decoder.tokenizer)
+    sampler = BatchSampler([row], [0], [0], decoder.engine.speculation, target_model.device)
+    target = CachedModel(target_model, 1, context_length + max_draft_tokens + 1, max_draft_tokens)
+    target.read([prompt])
+    proposer.start([prompt], target)
 
     def target_pass(num_tokens: int) -> None:
         tokens = torch.tensor([[prompt[-1]] * num_tokens], device=target_model.device)
-        p = process(target.forward(tokens))
-        sample(p[:, -1], noise.draw(1)[:, 0]).tolist()
+        sampler.begin_round(num_tokens - 1)
+        p = sampler.distribution(target.forward(tokens), tokens[:, 1:])
+        sampler.draw(p[:, :1]).tolist()
         target.rollback([context_length - 1])
 
     def draft() -> None:
-        proposal = proposer.propose([prompt], process, noise.draw(max_draft_tokens))
-        proposal.tokens.tolist()
+        sampler.begin_round(max_draft_tokens)
+        proposer.propose([prompt], [max_draft_tokens], sampler).tokens.tolist()
 
     kinds = {"draft": draft}
     for num_tokens in range(1, max_draft_tokens + 2):

@@ -7,6 +7,8 @@ from pathlib import Path
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from .completion import Completion, Logprobs
+from .lookup import CascadeProposer, LookupProposer
 from .model import reduce_output_vocabulary, refuse_unsupported_cache
 from .pair import (
     Dtype,
@@ -18,36 +20,60 @@ from .pair import (
     refuse_other_tokenizer,
     stop_token_ids,
 )
-from .params import Completion, FinishReason, Provenance, SamplingParams
+from .params import FinishReason, Provenance, SamplingParams, SpeculationParams
 from .plain import PlainDecoder
-from .prompts import Prompt, as_messages, encode
-from .proposer import DraftModelProposer
-from .speculative import SpeculativeEngine, Trace
+from .prompts import Prompt, as_messages, encode, encode_raw
+from .proposer import DraftModelProposer, Proposer
+from .speculative import SpeculativeEngine
+from .trace import Trace
 
 Chat = str | Sequence[dict[str, str]]
 
 
 @dataclass(frozen=True)
 class Generation:
-    """A finished text: its ids (stop token included), where each came from, why it ended, and what it took."""
+    """A finished text and what it took.
+
+    Attributes:
+        text: up to the stop token or stop string, neither of which it holds.
+        ids: its tokens; the stop token, or the one that completed the stop string, is the last.
+        provenance: where each of them came from.
+        finish_reason: "stop" for a stop token or stop string, "length" for max_new_tokens.
+        stop_reason: the stop token's id, or the stop string.
+        logprobs: of each token, when asked for; empty otherwise.
+        trace: counts, acceptance by position and seconds.
+        lossy: the lossy rule in use and its strength; None when the text follows the target's distribution.
+    """
 
     text: str
     ids: list[int]
     provenance: list[Provenance]
     finish_reason: FinishReason
+    stop_reason: int | str | None
+    logprobs: list[Logprobs]
     trace: Trace
+    lossy: str | None = None
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The text that one token added to a stream, and where the token came from."""
+    """One token of a stream: the text that it added (none where it only began a character) and where it came from."""
 
     text: str
     provenance: Provenance
+    token: int
+    logprobs: Logprobs | None = None
 
 
 class SpeculativeDecoder:
-    """A target and its draft, ready to generate.
+    """A target and what drafts for it, ready to generate.
+
+    Args:
+        target: a decoder-only model in eval mode.
+        tokenizer: the target's.
+        draft: the draft model with its vocabulary; None where lookup alone drafts.
+        speculation: how to draft and verify.
+        betas: acceptance at each position of a round, as far as it is known beforehand.
 
     Attributes:
         engine: the speculative loop over token ids.
@@ -59,57 +85,88 @@ class SpeculativeDecoder:
         self,
         target: PreTrainedModel,
         tokenizer: Tokenizer,
-        proposer: DraftModelProposer,
-        num_draft_tokens: int,
+        draft: DraftModelProposer | None = None,
+        speculation: SpeculationParams | None = None,
+        betas: Sequence[float] = (),
     ) -> None:
+        speculation = speculation or SpeculationParams()
         self.target = target
         self.tokenizer = tokenizer
-        self.proposer = proposer
+        self.draft = draft
         stop_ids = stop_token_ids(target, tokenizer)
-        self.engine = SpeculativeEngine(target, proposer, num_draft_tokens, stop_ids)
-        self.plain = PlainDecoder(target, stop_ids)
+        proposer = _proposer(speculation, draft, tokenizer)
+        self.engine = SpeculativeEngine(target, proposer, speculation, stop_ids, tokenizer, betas)
+        self.plain = PlainDecoder(target, stop_ids, tokenizer)
         self.target_description: dict[str, str | None] = {}
 
     @classmethod
     def from_pretrained(
-        cls, target: str | None, draft: str, *, num_draft_tokens: int | None = None, dtype: Dtype = "auto"
+        cls,
+        target: str | None,
+        draft: str | None = None,
+        speculation: SpeculationParams | None = None,
+        *,
+        dtype: Dtype = "auto",
+        draft_dtype: Dtype | None = None,
+        draft_device: str | None = None,
     ) -> "SpeculativeDecoder":
         """Load a target and a draft.
 
         Args:
             target: hub name or folder; None takes the one that the pair names.
-            draft: a pair's folder, or the hub name or folder of any model with the target's tokenizer.
-            num_draft_tokens: tokens proposed a round; None takes the pair's, or 3.
+            draft: a pair's folder, or the hub name or folder of any model with the target's tokenizer; None where
+                lookup alone drafts.
+            speculation: how to draft and verify.
             dtype: of both models; "auto" keeps each checkpoint's.
+            draft_dtype: the draft's, when it is another.
+            draft_device: the draft's, when it is not the target's, such as "cpu".
 
         Raises:
             ValueError: a model is missing, or the tokenizers differ.
         """
-        folder = Path(draft)
-        pair = Pair.load(folder) if (folder / "pair.json").is_file() else None
+        speculation = speculation or SpeculationParams()
+        if draft is None and speculation.proposer != "lookup":
+            raise ValueError(f"proposer: {speculation.proposer} needs a draft; give a pair, or use lookup")
+        _reference_text(speculation)  # refuse it before models are loaded
+        folder = Path(draft) if draft is not None else None
+        pair = Pair.load(folder) if folder and (folder / "pair.json").is_file() else None
         if target is None:
+            if folder is None:
+                raise ValueError("target: none given, and no pair that names one")
             target = (pair or Pair.load(folder)).target_id()
-        draft_name = str(folder / "draft") if pair else draft
         tokenizer = load_tokenizer(target, "target")
-        refuse_other_tokenizer(tokenizer, load_tokenizer(draft_name, "draft"), target, draft_name)
-        target_model = load_model(target, dtype, "target")
-        draft_model = load_model(draft_name, dtype, "draft")
-        draft_vocab = load_draft_vocab(folder) if pair else None
-        if draft_vocab is not None:
-            draft_vocab = draft_vocab.to(draft_model.device)
-            reduce_output_vocabulary(draft_model, draft_vocab)
-        proposer = DraftModelProposer(draft_model, target_model.get_output_embeddings().out_features, draft_vocab)
-        if num_draft_tokens is None:
-            num_draft_tokens = pair.num_draft_tokens if pair else 3
-        decoder = cls(target_model, tokenizer, proposer, num_draft_tokens)
+        if folder is None or draft is None:
+            proposer = None
+            target_model = load_model(target, dtype, "target")
+        else:
+            draft_name = str(folder / "draft") if pair else draft
+            refuse_other_tokenizer(tokenizer, load_tokenizer(draft_name, "draft"), target, draft_name)
+            target_model = load_model(target, dtype, "target")
+            draft_model = load_model(draft_name, draft_dtype or dtype, "draft", draft_device)
+            draft_vocab = load_draft_vocab(folder) if pair else None
+            if draft_vocab is not None:
+                draft_vocab = draft_vocab.to(draft_model.device)
+                reduce_output_vocabulary(draft_model, draft_vocab)
+            proposer = DraftModelProposer(draft_model, target_model.get_output_embeddings().out_features, draft_vocab)
+        betas = pair.measured.get("betas", ()) if pair else ()
+        decoder = cls(target_model, tokenizer, proposer, speculation, betas)
         decoder.target_description = describe_target(target, tokenizer)
         return decoder
 
-    def encode(self, prompt: Chat) -> list[int]:
-        """Token ids of a prompt (a user's message, or a list of chat messages) through the chat template."""
+    def encode(self, prompt: Chat, raw: bool = False) -> list[int]:
+        """Token ids of a prompt: a user's message, or a list of chat messages, through the chat template.
+
+        Args:
+            prompt: text or messages.
+            raw: continue the text as it stands, without the chat template.
+        """
+        if raw:
+            if not isinstance(prompt, str):
+                raise ValueError("raw: continues text; give a text instead of chat messages")
+            return encode_raw(self.tokenizer, prompt)
         return encode(self.tokenizer, as_messages(prompt) if isinstance(prompt, str) else tuple(prompt))
 
-    def encode_all(self, prompts: list[Prompt], params: SamplingParams) -> list[list[int]]:
+    def encode_all(self, prompts: list[Prompt], params: SamplingParams, raw: bool = False) -> list[list[int]]:
         """Token ids of many prompts, every one of which fits into both contexts with its answer.
 
         Raises:
@@ -118,74 +175,93 @@ class SpeculativeDecoder:
         encoded = []
         for prompt in prompts:
             try:
-                ids = encode(self.tokenizer, prompt.messages)
-                for model in (self.target, self.proposer.model):
-                    refuse_unsupported_cache(model, self.engine.capacity([ids], params))
+                if raw and len(prompt.messages) > 1:
+                    raise ValueError("raw continues text; this one is a conversation: leave raw out, or give its text")
+                ids = self.encode(prompt.messages[0]["content"] if raw else prompt.messages, raw)
+                for model in (self.target, *([self.draft.model] if self.draft else [])):
+                    refuse_unsupported_cache(model, len(ids) + params.max_new_tokens)
             except ValueError as error:
                 raise ValueError(f"prompt {prompt.id}: {error}") from error
             encoded.append(ids)
         return encoded
 
-    def generate(self, prompts: Chat | list[str], params: SamplingParams | None = None) -> list[Generation]:
+    def generate(
+        self,
+        prompts: Chat | Sequence[Chat],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        raw: bool = False,
+    ) -> list[Generation]:
         """Answer prompts, all in one batch.
 
         Args:
-            prompts: one prompt, a list of them, or one conversation as a list of messages.
-            params: greedy by default.
+            prompts: one prompt (a user's message, or a conversation as a list of messages), or a list of them.
+            params: for all, or one for each prompt; greedy by default. Prompts that share one seed still draw
+                independently; in a list each prompt's seed is its own, and its answer that of decoding it alone.
+            raw: continue texts as they stand, without the chat template.
+
+        Raises:
+            ValueError: a prompt that does not fit into the context, not as many params as prompts.
         """
-        batch = prompts if isinstance(prompts, list) and all(isinstance(item, str) for item in prompts) else [prompts]
-        if not batch:
-            return []
-        encoded = [self.encode(prompt) for prompt in batch]  # type: ignore[arg-type]
+        encoded = [self.encode(prompt, raw) for prompt in _as_list(prompts)]
         completions, traces = self.engine.generate_ids(encoded, params or SamplingParams())
         return [self._generation(completion, trace) for completion, trace in zip(completions, traces, strict=True)]
 
-    def stream(self, prompt: Chat, params: SamplingParams | None = None, trace: Trace | None = None) -> Iterator[Piece]:
-        """Answer one prompt, token by token: what each adds to the text, as soon as its round is over.
+    def stream(
+        self, prompt: Chat, params: SamplingParams | None = None, trace: Trace | None = None, *, raw: bool = False
+    ) -> Iterator[Piece]:
+        """Answer one prompt, token by token: what each adds to the text, as soon as it is certain.
 
         Args:
             prompt: a user's message, or a conversation as a list of messages.
             params: greedy by default.
             trace: filled in place, for who wants to know what it took.
+            raw: continue the text as it stands, without the chat template.
         """
-        completion, detokenizer, shown = Completion(), Detokenizer(self.tokenizer), 0
-        traces = [Trace() if trace is None else trace]
-        for _ in self.engine.rounds([self.encode(prompt)], params or SamplingParams(), [completion], traces):
-            for token, provenance in zip(completion.ids[shown:], completion.provenance[shown:], strict=True):
-                yield Piece(detokenizer.push(token), provenance)
-            shown = len(completion.ids)
-        if rest := detokenizer.flush():
-            yield Piece(rest, completion.provenance[-1])
+        completions = self.engine.begin([self.encode(prompt, raw)], params or SamplingParams())
+        (completion,), shown = completions, 0
+        for _ in self.engine.rounds(completions, [Trace() if trace is None else trace]):
+            for place in range(shown, completion.num_certain_pieces):
+                logprobs = completion.logprobs[place] if completion.logprobs else None
+                yield Piece(completion.pieces[place], completion.provenance[place], completion.ids[place], logprobs)
+            shown = completion.num_certain_pieces
 
     def _generation(self, completion: Completion, trace: Trace) -> Generation:
-        text = self.tokenizer.decode(completion.ids, skip_special_tokens=True)
-        assert completion.finish_reason is not None and isinstance(text, str)
-        return Generation(text, completion.ids, completion.provenance, completion.finish_reason, trace)
+        assert completion.finish_reason is not None
+        return Generation(
+            text=completion.text,
+            ids=completion.ids,
+            provenance=completion.provenance,
+            finish_reason=completion.finish_reason,
+            stop_reason=completion.stop_reason,
+            logprobs=completion.logprobs,
+            trace=trace,
+            lossy=self.engine.speculation.lossy if completion.params.temperature else None,
+        )
 
 
-class Detokenizer:
-    """Turns a stream of ids into text that concatenates to the decoded whole."""
+def _as_list(prompts: Chat | Sequence[Chat]) -> list[Chat]:
+    """One prompt as a list of one."""
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], dict)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer = tokenizer
-        self.ids: list[int] = []
-        self.shown = ""
 
-    def push(self, token: int) -> str:
-        """The text that this token makes certain; empty while a character is incomplete."""
-        self.ids.append(token)
-        text = self._decoded()
-        return "" if text.endswith("\ufffd") else self._show(text)
+def _reference_text(speculation: SpeculationParams) -> str:
+    if speculation.reference is None:
+        return ""
+    try:
+        return Path(speculation.reference).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"reference {speculation.reference}: cannot be read as UTF-8 text: {error}") from error
 
-    def flush(self) -> str:
-        """What is left at the end, incomplete characters included."""
-        return self._show(self._decoded())
 
-    def _decoded(self) -> str:
-        text = self.tokenizer.decode(self.ids, skip_special_tokens=True)
-        assert isinstance(text, str)
-        return text
-
-    def _show(self, text: str) -> str:
-        new, self.shown = text[len(self.shown) :], text
-        return new
+def _proposer(speculation: SpeculationParams, draft: DraftModelProposer | None, tokenizer: Tokenizer) -> Proposer:
+    if speculation.proposer != "lookup" and draft is None:
+        raise ValueError(f"proposer: {speculation.proposer} needs a draft; give a pair, or use lookup")
+    if speculation.proposer == "draft" and draft is not None:
+        return draft
+    text = _reference_text(speculation)
+    # as long as it likes: it is searched, not read by a model
+    lookup = LookupProposer(tokenizer.encode(text, add_special_tokens=False, verbose=False) if text else [])
+    return lookup if draft is None or speculation.proposer == "lookup" else CascadeProposer(lookup, draft)

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,11 +15,11 @@ from .costs import Costs, measure_costs
 from .decoder import SpeculativeDecoder
 from .files import refuse_unwritable, write_json
 from .pair import Pair, refuse_other_target
-from .params import SamplingParams
+from .params import SamplingParams, SpeculationParams
 from .progress import ProgressBar
 from .prompts import Prompt, load_prompts
 from .sampling import next_token_distribution
-from .speculative import Trace
+from .trace import Trace
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class Evaluation:
         block_efficiency_interval: 95%, bootstrap over prompts.
         first_position_interval: 95% interval of betas[0]. It may lie below alpha's: rounds begin more often where
             the draft has just failed than where it has just succeeded.
-        counts: drafted, judged, accepted and committed tokens, and target passes.
+        counts: drafted, verified, accepted and committed tokens, and target passes.
         num_draft_tokens: tokens proposed a round.
         costs: measured here.
         predicted_speedup: by num_draft_tokens, from 1.
@@ -81,7 +81,9 @@ def evaluate(config: EvaluateConfig) -> Evaluation:
     Pair.load(Path(config.pair))  # what is found is recorded there: refuse at once what is no pair
     prompts = heldout_prompts(config.prompts)
     gamma = POSITIONS_COUNTED if config.num_draft_tokens is None else config.num_draft_tokens
-    decoder = SpeculativeDecoder.from_pretrained(config.target, config.pair, num_draft_tokens=gamma, dtype=config.dtype)
+    # token by token and never paused: what is counted at a position is the acceptance there and nothing else
+    speculation = SpeculationParams(num_draft_tokens=gamma, never_slower=False, verification="tokenwise")
+    decoder = SpeculativeDecoder.from_pretrained(config.target, config.pair, speculation, dtype=config.dtype)
     if config.responses:
         texts = saved_texts(config.responses, decoder, config.prompts, config.sampling)
         encoded = [ids[:start] for ids, start in texts]
@@ -115,13 +117,13 @@ def evaluate(config: EvaluateConfig) -> Evaluation:
         counts={
             "target_passes": total.num_target_passes,
             "drafted": total.num_drafted,
-            "judged": sum(total.reached),
-            "accepted": sum(total.accepted),
+            "verified": total.num_verified,
+            "accepted": total.num_accepted,
             "committed": total.num_committed,
         },
-        num_draft_tokens=decoder.engine.num_draft_tokens,
+        num_draft_tokens=gamma,
         costs=costs,
-        predicted_speedup=[costs.predicted_speedup(total.betas, gamma) for gamma in range(1, len(costs.target_pass))],
+        predicted_speedup=[costs.predicted_speedup(total.betas, number) for number in range(1, len(costs.target_pass))],
         sampling=config.sampling,
     )
     _record(result, config, decoder)
@@ -176,13 +178,14 @@ def saved_texts(
     try:
         record = json.loads((path / "respond.json").read_text())
         made_with = record["settings"]
-    except (ValueError, KeyError) as error:
+        made_with_sampling = SamplingParams(**made_with["sampling"])
+    except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"responses {folder}: respond.json is damaged: {error}") from error
     refuse_other_target(record.get("target", {}), decoder.target_description, f"responses {folder}")
-    for name, wanted in asdict(sampling).items() if sampling else ():
-        if name != "seed" and made_with["sampling"][name] != wanted:
+    for name, made in vars(made_with_sampling).items() if sampling else ():
+        if name not in ("seed", "logprobs") and getattr(sampling, name) != made:
             raise ValueError(
-                f"sampling.{name}: {wanted} differs from {made_with['sampling'][name]}, with which {folder} was made: "
+                f"sampling.{name}: {getattr(sampling, name)} differs from {made}, with which {folder} was made: "
                 "alpha belongs to text sampled as it will be served; leave responses out, or make them anew"
             )
     if made_with["prompts"] != prompts:
@@ -219,11 +222,12 @@ def _alphas_on_texts(
 ) -> list[Tensor]:
     """sum_v min(p, q) before each response token, fp32 [response] per text."""
     alphas = []
+    assert decoder.draft is not None
     with ProgressBar("alpha", len(texts)) as bar:
         for ids, start in texts:
             tokens = torch.tensor([ids[:-1]], device=decoder.target.device)
             p_logits = decoder.target(input_ids=tokens, use_cache=False).logits[0, start - 1 :]
-            q_logits = decoder.proposer.score(tokens)[0, start - 1 :]
+            q_logits = decoder.draft.score(tokens)[0, start - 1 :]
             chunks = [
                 _alpha(decoder, p_chunk, q_chunk, config.sampling)
                 for p_chunk, q_chunk in zip(
@@ -236,9 +240,10 @@ def _alphas_on_texts(
 
 
 def _alpha(decoder: SpeculativeDecoder, p_logits: Tensor, q_logits: Tensor, params: SamplingParams) -> Tensor:
-    p = next_token_distribution(p_logits, params.temperature, params.top_k, params.top_p)
-    q = next_token_distribution(q_logits, params.temperature, params.top_k, params.top_p)
-    token_ids = decoder.proposer.draft_vocab
+    p = next_token_distribution(p_logits, params.temperature, params.top_k, params.top_p, params.min_p)
+    q = next_token_distribution(q_logits, params.temperature, params.top_k, params.top_p, params.min_p)
+    assert decoder.draft is not None
+    token_ids = decoder.draft.draft_vocab
     columns = slice(q.shape[1]) if token_ids is None else token_ids
     return torch.minimum(p[:, columns], q).sum(dim=-1)
 
@@ -248,9 +253,8 @@ def _decode(decoder: SpeculativeDecoder, encoded: list[list[int]], config: Evalu
     with ProgressBar("speculative decoding", len(encoded)) as bar:
         for start in range(0, len(encoded), config.batch_size):
             batch = encoded[start : start + config.batch_size]
-            # another seed a batch: rows draw from streams numbered within the batch
-            params = replace(config.sampling, seed=config.sampling.seed + start)
-            traces += decoder.engine.generate_ids(batch, params)[1]
+            streams = list(range(start, start + len(batch)))
+            traces += decoder.engine.generate_ids(batch, config.sampling, streams)[1]
             bar.set(start + len(batch))
     return traces
 

@@ -13,11 +13,11 @@ from .config import GenerateConfig
 from .decoder import Piece, SpeculativeDecoder
 from .params import SamplingParams
 from .prompts import Prompt, as_messages, load_prompts, read_stdin
-from .speculative import Trace
+from .trace import Trace
 
 logger = logging.getLogger(__name__)
 
-STYLES = {"accepted": "green", "corrected": "red", "bonus": "cyan"}
+STYLES = {"accepted": "green", "corrected": "red", "bonus": "cyan", "plain": "default"}
 
 
 def generate(config: GenerateConfig) -> None:
@@ -28,9 +28,10 @@ def generate(config: GenerateConfig) -> None:
     """
     prompts = _prompts(config)
     decoder = SpeculativeDecoder.from_pretrained(
-        config.target, config.pair, num_draft_tokens=config.num_draft_tokens, dtype=config.dtype
+        config.target, config.pair, config.speculation, dtype=config.dtype, draft_dtype=config.draft_dtype
     )
-    decoder.encode_all(prompts, config.sampling)  # refuse at once what would end the run half-way
+    # refuse at once what would end the run half-way
+    decoder.engine.begin(decoder.encode_all(prompts, config.sampling, config.raw), config.sampling)
     console = Console(highlight=False, soft_wrap=True)
     if config.show_accepted:
         legend = Text("drafted and accepted", STYLES["accepted"]) + Text(", ") + Text("corrected", STYLES["corrected"])
@@ -39,7 +40,8 @@ def generate(config: GenerateConfig) -> None:
         if len(prompts) > 1:
             console.print(Text(("\n" if number else "") + f"# {prompt.id}", "bold"))
         # another seed each, so that prompts do not share their luck
-        params = replace(config.sampling, seed=config.sampling.seed + number)
+        seed = config.sampling.seed
+        params = config.sampling if seed is None else replace(config.sampling, seed=seed + number)
         _answer(decoder, prompt, params, config, console)
 
 
@@ -47,7 +49,8 @@ def _answer(
     decoder: SpeculativeDecoder, prompt: Prompt, params: SamplingParams, config: GenerateConfig, console: Console
 ) -> None:
     trace, started = Trace(), perf_counter()
-    pieces: Iterable[Piece] = decoder.stream(prompt.messages, params, trace)
+    content = prompt.messages[0]["content"] if config.raw else prompt.messages
+    pieces: Iterable[Piece] = decoder.stream(content, params, trace, raw=config.raw)
     for piece in pieces if config.stream else list(pieces):
         if config.show_accepted:
             console.print(Text(piece.text, STYLES[piece.provenance]), end="")
@@ -61,9 +64,13 @@ def _answer(
         seconds,
         trace.num_committed / seconds,
         trace.block_efficiency,
-        sum(trace.accepted),
+        trace.num_accepted,
         trace.num_drafted,
     )
+    if trace.num_paused:
+        logger.info("%d tokens were decoded plainly: speculation was slower", trace.num_paused)
+    if (lossy := config.speculation.lossy) and params.temperature:
+        logger.info("lossy (%s): the text does not follow the target's distribution", lossy)
 
 
 def _prompts(config: GenerateConfig) -> list[Prompt]:

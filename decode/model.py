@@ -1,13 +1,13 @@
 """A causal language model with its cache: feed tokens, get logits, forget tokens."""
 
 import inspect
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .cache import KVCache
+from .llama import llama_forward
 
 
 class CachedModel:
@@ -16,23 +16,33 @@ class CachedModel:
     Args:
         model: any decoder-only model of transformers, in eval mode.
         batch_size: number of rows.
-        capacity: most tokens a row will hold, rejected drafts included.
+        capacity: most tokens a text will have.
+        spare: room for tokens beyond, which a row that is near its end is fed because its neighbours are not.
 
     Raises:
         ValueError: see `refuse_unsupported_cache`.
     """
 
-    def __init__(self, model: PreTrainedModel, batch_size: int, capacity: int) -> None:
+    def __init__(self, model: PreTrainedModel, batch_size: int, capacity: int, spare: int = 0) -> None:
         refuse_unsupported_cache(model, capacity)
         self.model = model
-        self.cache = KVCache(model.config.get_text_config().num_hidden_layers, batch_size, capacity, model.device)
-        self.num_passes = 0
+        self.fast = llama_forward(model)
+        self.capacity = capacity
+        self.spare = spare
+        num_layers = model.config.get_text_config().num_hidden_layers
+        self.cache = KVCache(num_layers, batch_size, capacity + spare, model.device)
 
     @property
     def lengths(self) -> list[int]:
         return self.cache.lengths
 
-    def forward(self, tokens: Tensor, counts: list[int] | None = None, **model_kwargs: Any) -> Tensor:
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits."""
+        width: int = self.model.get_output_embeddings().out_features
+        return width
+
+    def forward(self, tokens: Tensor, counts: list[int] | None = None) -> Tensor:
         """Feed tokens and return logits.
 
         Args:
@@ -43,30 +53,36 @@ class CachedModel:
         Returns:
             logits in the model's dtype, [batch, n, vocab].
         """
-        num_tokens = tokens.shape[1]
-        positions = self.cache.write_at(num_tokens)
-        output = self.model(
-            input_ids=tokens,
-            position_ids=positions,
-            attention_mask=self._attention_mask(),
-            cache=self.cache,
-            use_cache=True,
-            **model_kwargs,
-        )
-        counts = counts or [num_tokens] * len(tokens)
-        self.cache.lengths = [length + count for length, count in zip(self.cache.lengths, counts, strict=True)]
-        self.num_passes += 1
-        logits: Tensor = output.logits
+        logits = self._feed(tokens, counts or [tokens.shape[1]] * len(tokens), with_logits=True)
+        assert logits is not None
         return logits
 
-    def prefill(self, prompts: list[list[int]]) -> None:
-        """Feed every prompt but for its last token, which is the first to be asked for logits."""
-        counts = [len(prompt) - 1 for prompt in prompts]
+    def read(self, sequences: list[list[int]]) -> None:
+        """Feed what is not in the cache yet of every sequence but for its last token, the first to be asked about."""
+        pending = [ids[start:-1] for start, ids in zip(self.lengths, sequences, strict=True)]
+        counts = list(map(len, pending))
         if width := max(counts):
-            tokens = torch.zeros(len(prompts), width, dtype=torch.long)
-            for row, prompt in enumerate(prompts):
-                tokens[row, : counts[row]] = torch.tensor(prompt[:-1])
-            self.forward(tokens.to(self.model.device), counts, logits_to_keep=1)
+            tokens = torch.tensor([ids + [0] * (width - len(ids)) for ids in pending])
+            self._feed(tokens.to(self.model.device), counts, with_logits=False)
+
+    def _feed(self, tokens: Tensor, counts: list[int], with_logits: bool) -> Tensor | None:
+        positions = self.cache.write_at(tokens.shape[1])
+        if self.spare:  # learned positions end where the context does; what is fed beyond is forgotten at once
+            positions = positions.clamp_max(self.capacity - 1)
+        logits: Tensor | None = None
+        if self.fast:
+            logits = self.fast(tokens, positions, self.cache, with_logits)
+        else:
+            output = (self.model if with_logits else self.model.get_decoder())(
+                input_ids=tokens,
+                position_ids=positions,
+                attention_mask=self._attention_mask(),
+                cache=self.cache,
+                use_cache=True,
+            )
+            logits = output.logits if with_logits else None
+        self.cache.lengths = [length + count for length, count in zip(self.cache.lengths, counts, strict=True)]
+        return logits
 
     def rollback(self, lengths: list[int]) -> None:
         self.cache.rollback(lengths)
@@ -160,8 +176,8 @@ def refuse_unsupported_cache(model: PreTrainedModel, capacity: int) -> None:
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and capacity > limit:
         raise ValueError(
-            f"prompt + max_new_tokens + num_draft_tokens is {capacity} tokens, "
-            f"longer than the context of {limit} of model {config.model_type!r}: shorten one of the three"
+            f"prompt + max_new_tokens is {capacity} tokens, "
+            f"longer than the context of {limit} of model {config.model_type!r}: shorten one of the two"
         )
 
 

@@ -1,30 +1,87 @@
-"""The uniforms that sampling consumes: one independent, seeded stream per row."""
+"""The noise that sampling consumes: a pure function of the seed, of what the noise is for, and of where in the text.
+
+Nothing is drawn from a stream, so what one row or one round uses cannot shift what another one gets.
+"""
 
 import numpy as np
 import torch
 from torch import Tensor
 
+# what the noise is for; numbers that are equal for two purposes would couple them
+PURPOSES = ("token", "draft", "coin", "next")
+GOLDEN_64 = np.uint64(0x9E3779B97F4A7C15)
+# the finalizer of MurmurHash3, as signed 32-bit numbers
+MIX_1, MIX_2, GOLDEN_32 = 0x85EBCA6B - 2**32, 0xC2B2AE35 - 2**32, 0x9E3779B1 - 2**32
+ROWS_AT_A_TIME = 4  # of a whole vocabulary: what a core's cache holds
+
 
 class RowNoise:
-    """Streams of uniforms in [0, 1), one per row, so that a row's noise does not depend on its neighbours.
+    """Noise for the rows of a batch.
 
     Args:
-        seed: the caller's seed.
-        streams: a number per row that tells its stream from the others', such as the prompt's place in the list.
-        device: where the uniforms are wanted.
+        seeds: one per row.
+        streams: a number per row that tells apart rows with the same seed.
+        device: where the noise is wanted.
     """
 
-    def __init__(self, seed: int, streams: list[int], device: torch.device) -> None:
+    def __init__(self, seeds: list[int], streams: list[int], device: torch.device) -> None:
         self.device = device
-        self.generators = []
-        for stream in streams:
-            (state,) = np.random.SeedSequence((seed, stream)).generate_state(1, np.uint64)
-            self.generators.append(torch.Generator().manual_seed(int(state) >> 1))
+        sequences = [
+            np.random.SeedSequence(seed, spawn_key=(stream,)) for seed, stream in zip(seeds, streams, strict=True)
+        ]
+        self.states = np.array([sequence.generate_state(1, np.uint64)[0] for sequence in sequences])
 
-    def draw(self, num_per_row: int) -> Tensor:
-        """The next uniforms of every row, fp32 [rows, num_per_row]."""
-        rows = [torch.rand(num_per_row, generator=generator) for generator in self.generators]
-        return torch.stack(rows).to(self.device)
+    def keys(self, purpose: str, *numbers: np.ndarray) -> np.ndarray:
+        """Keys to ask for noise with: uint64, [rows, n] for numbers that broadcast to that, such as positions."""
+        keys = _mixed(self.states + np.uint64(PURPOSES.index(purpose) + 1))[:, None]
+        for number in numbers:
+            keys = _mixed(keys ^ (number.astype(np.uint64) * GOLDEN_64))
+        return keys
+
+    def uniforms(self, keys: np.ndarray) -> Tensor:
+        """fp32 in [0, 1), in the shape of the keys."""
+        return torch.from_numpy((keys >> np.uint64(40)).astype(np.float32) * np.float32(2**-24)).to(self.device)
+
+    def exponentials(self, keys: np.ndarray, token_ids: Tensor) -> Tensor:
+        """Exponential noise with rate 1, which belongs to a key and a token.
+
+        Args:
+            keys: uint64 [*batch].
+            token_ids: int64, [*batch, columns], or [columns] for the same tokens everywhere.
+
+        Returns:
+            fp32 [*batch, columns], positive and finite.
+        """
+        halves = torch.from_numpy(keys.astype(np.uint64)[..., None].view(np.int32)).to(self.device)
+        first, second = halves[..., :1], halves[..., 1:] | 1
+        spread = _mixed_32(token_ids.to(torch.int32) * GOLDEN_32)
+        if spread.ndim > 1 or keys.size <= ROWS_AT_A_TIME:
+            return _exponentials(spread, first, second)
+        chunks = zip(*(torch.split(half.reshape(-1, 1), ROWS_AT_A_TIME) for half in (first, second)), strict=True)
+        return torch.cat([_exponentials(spread, *chunk) for chunk in chunks]).reshape(*keys.shape, -1)
 
     def select_rows(self, rows: list[int]) -> None:
-        self.generators = [self.generators[row] for row in rows]
+        self.states = self.states[rows]
+
+
+def _exponentials(spread: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    mixed = _mixed_32((spread ^ first) * second)
+    # 31 bits, of which small numbers keep them all: it is the short times that decide who is first
+    uniforms = ((mixed >> 1) & 0x7FFFFFFF).float().add_(0.5).mul_(2**-31).clamp_max_(1 - 2**-24)
+    return uniforms.neg_().log1p_().neg_()
+
+
+def _mixed(keys: np.ndarray) -> np.ndarray:
+    """The finalizer of SplitMix64 (Steele et al. 2014)."""
+    keys = (keys ^ (keys >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    keys = (keys ^ (keys >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.asarray(keys ^ (keys >> np.uint64(31)))
+
+
+def _mixed_32(numbers: Tensor) -> Tensor:
+    """The finalizer of MurmurHash3; numbers wrap around, and >> keeps the sign, hence the masks."""
+    mixed = numbers ^ ((numbers >> 16) & 0xFFFF)
+    mixed = mixed.mul_(MIX_1)
+    mixed = mixed ^ ((mixed >> 13) & 0x7FFFF)
+    mixed = mixed.mul_(MIX_2)
+    return mixed ^ ((mixed >> 16) & 0xFFFF)

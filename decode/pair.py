@@ -94,19 +94,28 @@ class Pair:
         return name
 
 
-def load_model(name: str, dtype: Dtype = "auto", role: str = "model") -> PreTrainedModel:
+def load_model(
+    name: str, dtype: Dtype = "auto", role: str = "model", device_name: str | None = None
+) -> PreTrainedModel:
     """Load a causal language model, in eval mode, on the accelerator if there is one.
 
     Args:
         name: hub name or folder.
         dtype: "auto" keeps the checkpoint's.
         role: what to call it in messages.
+        device_name: where to put it instead, such as "cpu" or "cuda:1".
 
     Raises:
-        ValueError: there is no such model.
+        ValueError: there is no such model, or no such device.
     """
     _require_folder_or_hub_name(name, role)
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    if device_name is not None:
+        try:
+            device = torch.empty(0, device=device_name).device
+        except (RuntimeError, AssertionError) as error:
+            reason = str(error).split("\n")[0]
+            raise ValueError(f"device of {role}: {device_name!r} is not one of this machine: {reason}") from error
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, output_loading_info=True)
     except NOT_LOADABLE as error:

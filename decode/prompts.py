@@ -71,8 +71,8 @@ def encode(tokenizer: Tokenizer, messages: tuple[dict[str, str], ...]) -> list[i
     Raises:
         ValueError: the chat template refuses the messages, or there is no token in them.
     """
-    if any(re.search("[\ud800-\udfff]", message["content"]) for message in messages):
-        raise ValueError("the prompt holds half a character (a lone surrogate): write valid Unicode text")
+    for message in messages:
+        _refuse_half_characters(message["content"])
     quiet = {"verbose": False}  # a text that is too long is refused in our own words
     if tokenizer.chat_template is None:
         ids: list[int] = tokenizer.encode("\n\n".join(message["content"] for message in messages), **quiet)
@@ -83,13 +83,33 @@ def encode(tokenizer: Tokenizer, messages: tuple[dict[str, str], ...]) -> list[i
             )
         except TemplateError as error:
             raise ValueError(f"the model's chat template refuses these messages: {error}") from error
-    if not ids:
-        raise ValueError("the prompt holds no token: write some text")
-    return ids
+    return _not_empty(ids)
+
+
+def encode_raw(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Token ids of a text to be continued as it stands, with the special tokens that the model expects around one.
+
+    Raises:
+        ValueError: there is no token in it.
+    """
+    _refuse_half_characters(text)
+    ids: list[int] = tokenizer.encode(text, verbose=False)
+    return _not_empty(ids)
 
 
 def as_messages(prompt: str) -> tuple[dict[str, str], ...]:
     return ({"role": "user", "content": prompt},)
+
+
+def _refuse_half_characters(text: str) -> None:
+    if re.search("[\ud800-\udfff]", text):
+        raise ValueError("the prompt holds half a character (a lone surrogate): write valid Unicode text")
+
+
+def _not_empty(ids: list[int]) -> list[int]:
+    if not ids:
+        raise ValueError("the prompt holds no token: write some text")
+    return ids
 
 
 def _parse_lines(text: str, source: str) -> list[Prompt]:

@@ -1,6 +1,5 @@
 """What proposes tokens: the `Proposer` protocol, and a draft model that fulfils it."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,32 +8,45 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .model import CachedModel
-from .sampling import sample
+from .sampler import BatchSampler
+from .sampling import Distribution
 
-ProcessLogits = Callable[[Tensor], Tensor]
+# of text that a draft has not read: it reads more in a pass of its own, whose logits nobody needs
+MAX_UNREAD_WITH_LOGITS = 16
 
 
 @dataclass
 class Proposal:
-    """Drafted tokens, int64 [rows, drafted], and the q each was sampled from, fp32 [rows, drafted, vocab]."""
+    """What was drafted, one chain of tokens a row.
+
+    Attributes:
+        tokens: int64 [rows, drafted].
+        num_drafted: int64 [rows], how many of them each row really drafted; the rest means nothing.
+        q: what each token was sampled from, [rows, drafted, columns]; None when the sampler needs none.
+    """
 
     tokens: Tensor
-    probabilities: Tensor
+    num_drafted: Tensor
+    q: Distribution | None
 
 
 class Proposer(Protocol):
-    """Proposes continuations for a batch of rows; keeps whatever state it needs between rounds."""
+    """Proposes continuations for a batch of rows; keeps whatever state it needs between rounds.
 
-    def start(self, prompts: list[list[int]], capacity: int) -> None:
-        """Begin a new batch whose rows will hold up to `capacity` tokens."""
+    A proposer that shares the target's cache, or reads its hidden states, finds them in the `target` it is started
+    with; between a call of `propose` and the next, that cache holds the committed tokens but for the last.
+    """
 
-    def propose(self, sequences: list[list[int]], process: ProcessLogits, uniforms: Tensor) -> Proposal:
+    def start(self, sequences: list[list[int]], target: CachedModel) -> None:
+        """Begin a new batch."""
+
+    def propose(self, sequences: list[list[int]], num_drafted: list[int], sampler: BatchSampler) -> Proposal:
         """Draft after `sequences`, the committed tokens of each row, prompt included.
 
         Args:
             sequences: may have lost drafted tokens, and gained others, since the last call.
-            process: logits [rows, vocab] to the distribution to sample from.
-            uniforms: fp32 [rows, drafted]; its width is how many tokens to draft.
+            num_drafted: how many tokens each row may draft; fewer are fine.
+            sampler: draws tokens; whatever is proposed without it must come with the q it was sampled from.
         """
 
     def select_rows(self, rows: list[int]) -> None:
@@ -45,8 +57,8 @@ class DraftModelProposer:
     """Drafts token by token with a small model.
 
     Args:
-        model: the draft, in eval mode.
-        vocab_size: width of the target's logits; q gets the same, whatever the padding of the draft's vocabulary.
+        model: the draft, in eval mode; its dtype and device need not be the target's.
+        vocab_size: width of the target's logits, whatever the padding of the draft's vocabulary.
         draft_vocab: int64 ids behind the columns of the draft's logits, for a reduced output vocabulary.
     """
 
@@ -55,28 +67,39 @@ class DraftModelProposer:
         self.vocab_size = vocab_size
         self.draft_vocab = draft_vocab
 
-    def start(self, prompts: list[list[int]], capacity: int) -> None:
-        self.cached = CachedModel(self.model, len(prompts), capacity)
-        self.cached.prefill(prompts)
+    def start(self, sequences: list[list[int]], target: CachedModel) -> None:
+        self.device = target.model.device
+        self.token_ids = None if self.draft_vocab is None else self.draft_vocab.to(self.device)
+        self.columns: Tensor | None = None
+        # nothing is read yet: a draft that is never asked costs nothing
+        self.cached = CachedModel(self.model, len(sequences), target.capacity, target.spare)
+        # what each row had when it was last drafted for, and what was drafted then
+        self.num_committed = [0] * len(sequences)
+        self.drafted = torch.empty(len(sequences), 0, dtype=torch.long, device=self.device)
 
-    def propose(self, sequences: list[list[int]], process: ProcessLogits, uniforms: Tensor) -> Proposal:
-        num_drafted = uniforms.shape[1]
-        tokens = torch.empty(len(sequences), num_drafted, dtype=torch.long, device=uniforms.device)
-        probabilities = torch.zeros(len(sequences), num_drafted, self.vocab_size, device=uniforms.device)
-        for step in range(num_drafted):
+    def propose(self, sequences: list[list[int]], num_drafted: list[int], sampler: BatchSampler) -> Proposal:
+        most, bound = max(num_drafted), sampler.speculation.entropy_bound
+        tokens = torch.empty(len(sequences), most, dtype=torch.long, device=self.device)
+        allowed = torch.tensor(num_drafted, device=self.device)
+        qs = []
+        for step in range(most):
             logits = self._catch_up(sequences) if step == 0 else self._step(tokens[:, step - 1])
-            q = process(logits)
-            columns = sample(q, uniforms[:, step])
-            if self.draft_vocab is None:
-                tokens[:, step] = columns
-                probabilities[:, step, : q.shape[1]] = q
-            else:
-                tokens[:, step] = self.draft_vocab[columns]
-                probabilities[:, step, self.draft_vocab] = q
-        return Proposal(tokens, probabilities)
+            tokens[:, step], q = sampler.draft(logits, tokens[:, :step], self.token_ids, self._columns(logits))
+            if sampler.needs_q:
+                qs.append(q)
+            if bound is not None:
+                unsure = torch.special.entr(logits.float().softmax(dim=-1)).sum(dim=-1) > bound
+                allowed = torch.where(unsure, allowed.clamp_max(step + 1), allowed)
+                if bool((allowed <= step + 1).all()):
+                    tokens = tokens[:, : step + 1]
+                    break
+        self.num_committed, self.drafted = list(map(len, sequences)), tokens
+        return Proposal(tokens, allowed, stack(qs) if qs else None)
 
     def select_rows(self, rows: list[int]) -> None:
         self.cached.select_rows(rows)
+        self.num_committed = [self.num_committed[row] for row in rows]
+        self.drafted = self.drafted[rows]
 
     def score(self, tokens: Tensor) -> Tensor:
         """Logits after every token of whole texts, int64 [rows, n] to [rows, n, columns]; no cache involved."""
@@ -84,25 +107,63 @@ class DraftModelProposer:
         return self._meaningful(logits)
 
     def _catch_up(self, sequences: list[list[int]]) -> Tensor:
-        """Forget rejected tokens, feed what was committed since, and return logits [rows, vocab] after the last."""
-        # the last committed token was chosen by the target: the cache may hold a rejected one in its place
-        known = [min(length, len(ids) - 1) for length, ids in zip(self.cached.lengths, sequences, strict=True)]
+        """Forget rejected tokens, feed what was committed since, and return logits [rows, columns] after the last."""
+        known = self._num_known(sequences)
         self.cached.rollback(known)
-        pending = [ids[start:] for start, ids in zip(known, sequences, strict=True)]
+        if max(len(ids) - start for start, ids in zip(known, sequences, strict=True)) > MAX_UNREAD_WITH_LOGITS:
+            self.cached.read(self._readable_lists(sequences))
+        pending = [ids[start:] for start, ids in zip(self.cached.lengths, sequences, strict=True)]
         counts = list(map(len, pending))
         width = max(counts)
         padded = torch.tensor([ids + [0] * (width - len(ids)) for ids in pending], device=self.model.device)
         logits = self.cached.forward(self._readable(padded), counts)
-        return self._meaningful(logits[torch.arange(len(counts)), torch.tensor(counts) - 1])
+        last = logits[:, 0] if width == 1 else logits[torch.arange(len(counts)), torch.tensor(counts) - 1]
+        return self._meaningful(last).to(self.device)
+
+    def _num_known(self, sequences: list[list[int]]) -> list[int]:
+        """Of each row, how many of its tokens the cache holds: not those drafted in whose place others were committed.
+
+        Since then there may have been rounds in which others drafted, or nobody did.
+        """
+        known = []
+        for length, ids, start, drafted in zip(
+            self.cached.lengths, sequences, self.num_committed, self.drafted.tolist(), strict=True
+        ):
+            end = min(length, len(ids) - 1)
+            rejected = (place for place in range(start, end) if ids[place] != drafted[place - start])
+            known.append(next(rejected, end))
+        return known
 
     def _step(self, tokens: Tensor) -> Tensor:
-        return self._meaningful(self.cached.forward(tokens.unsqueeze(1).to(self.model.device))[:, 0])
+        readable = self._readable(tokens.unsqueeze(1).to(self.model.device))
+        return self._meaningful(self.cached.forward(readable)[:, 0]).to(self.device)
+
+    def _columns(self, logits: Tensor) -> Tensor | None:
+        """The column of each of the target's tokens; None where they are the same."""
+        width = logits.shape[-1]
+        if self.columns is None and (self.token_ids is not None or width < self.vocab_size):
+            ids = torch.arange(width, device=self.device) if self.token_ids is None else self.token_ids
+            self.columns = torch.full((self.vocab_size,), width, device=self.device)
+            self.columns[ids] = torch.arange(width, device=self.device)
+        return self.columns
 
     def _readable(self, tokens: Tensor) -> Tensor:
         """Replace ids beyond the draft's embeddings: padding of a wider target, drawn once in a blue moon."""
         num_embeddings: int = self.model.get_input_embeddings().num_embeddings  # type: ignore[assignment]
         return tokens.clamp_max(num_embeddings - 1)
 
+    def _readable_lists(self, sequences: list[list[int]]) -> list[list[int]]:
+        return [self._readable(torch.tensor(ids)).tolist() for ids in sequences]
+
     def _meaningful(self, logits: Tensor) -> Tensor:
         """Drop padding columns that the target does not have: they are no tokens."""
         return logits if self.draft_vocab is not None else logits[..., : self.vocab_size]
+
+
+def stack(steps: list[Distribution]) -> Distribution:
+    """Distributions [rows, columns] of successive positions as one, [rows, positions, columns]."""
+    probabilities = torch.stack([q.probabilities for q in steps], dim=1)
+    ids = steps[0].token_ids
+    if ids is None or ids.ndim == 1:
+        return Distribution(probabilities, ids)
+    return Distribution(probabilities, torch.stack([q.token_ids for q in steps if q.token_ids is not None], dim=1))

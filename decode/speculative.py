@@ -1,81 +1,29 @@
-"""The speculative loop: propose, verify in one target pass, commit. Token ids only; no text."""
+"""The loop: propose, verify in one target pass, commit. Without a proposer, it is plain decoding."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from itertools import zip_longest
-from time import perf_counter
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from .completion import Completion, Logprobs
 from .model import CachedModel
-from .noise import RowNoise
-from .params import Completion, Provenance, SamplingParams
-from .proposer import Proposer
-from .sampling import next_token_distribution
-from .verify import verify_tokenwise
+from .pacing import Pacer
+from .params import Provenance, SamplingParams, SpeculationParams
+from .proposer import Proposal, Proposer
+from .sampler import BatchSampler
+from .trace import Round, Seconds, Stopwatch, Trace
 
-Verifier = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-
-
-@dataclass
-class Trace:
-    """What happened while one row was decoded.
-
-    Attributes:
-        num_target_passes: passes that committed tokens to this row, one a round.
-        reached: reached[k] counts rounds in which position k was judged: all before it were accepted.
-        accepted: accepted[k] counts those in which the token drafted there was accepted.
-        num_drafted: tokens proposed, judged or not.
-        num_committed: tokens of the text.
-    """
-
-    num_target_passes: int = 0
-    reached: list[int] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)
-    num_drafted: int = 0
-    num_committed: int = 0
-
-    def add_round(self, num_drafted: int, num_accepted: int, num_committed: int) -> None:
-        """Count a round; positions after the end of the text were never part of it and are not counted."""
-        self.num_target_passes += 1
-        self.num_drafted += num_drafted
-        self.num_committed += num_committed
-        longer = num_drafted - len(self.reached)
-        self.reached += [0] * longer
-        self.accepted += [0] * longer
-        for position in range(min(num_accepted + 1, num_drafted, num_committed)):
-            self.reached[position] += 1
-            self.accepted[position] += position < num_accepted
-
-    def __add__(self, other: "Trace") -> "Trace":
-        return Trace(
-            num_target_passes=self.num_target_passes + other.num_target_passes,
-            reached=[sum(counts) for counts in zip_longest(self.reached, other.reached, fillvalue=0)],
-            accepted=[sum(counts) for counts in zip_longest(self.accepted, other.accepted, fillvalue=0)],
-            num_drafted=self.num_drafted + other.num_drafted,
-            num_committed=self.num_committed + other.num_committed,
-        )
-
-    @property
-    def betas(self) -> list[float]:
-        """Share accepted of the tokens judged at each position, up to the last position that was reached."""
-        return [accepted / reached for accepted, reached in zip(self.accepted, self.reached, strict=True) if reached]
-
-    @property
-    def block_efficiency(self) -> float:
-        """Tokens committed per target pass, the bonus token included."""
-        return self.num_committed / self.num_target_passes if self.num_target_passes else float("nan")
+PLAIN = SpeculationParams()
 
 
-@dataclass
-class Seconds:
-    """Wall time by what it was spent on; `rest` is sampling, verification and bookkeeping."""
+class Pass(NamedTuple):
+    """A target pass: which rows it was for, and its logits [rows, drafted + 1, vocab], before any processing."""
 
-    draft: float = 0.0
-    verify: float = 0.0
-    rest: float = 0.0
+    rows: list[int]
+    logits: Tensor
 
 
 class SpeculativeEngine:
@@ -83,100 +31,180 @@ class SpeculativeEngine:
 
     Args:
         target: a decoder-only model in eval mode.
-        proposer: what drafts.
-        num_draft_tokens: tokens proposed a round (gamma).
+        proposer: what drafts; None decodes plainly.
+        speculation: how to draft and verify.
         stop_ids: tokens that end a text; they are kept as its last token.
-        verify: the acceptance rule.
+        tokenizer: for stop strings, bad words and text; ids alone need none.
+        betas: acceptance at each position of a round, as far as it is known beforehand.
     """
 
     def __init__(
         self,
         target: PreTrainedModel,
-        proposer: Proposer,
-        num_draft_tokens: int,
-        stop_ids: frozenset[int],
-        verify: Verifier = verify_tokenwise,
+        proposer: Proposer | None,
+        speculation: SpeculationParams = PLAIN,
+        stop_ids: frozenset[int] = frozenset(),
+        tokenizer: Tokenizer | None = None,
+        betas: Sequence[float] = (),
     ) -> None:
-        if num_draft_tokens < 1:
-            raise ValueError(f"num_draft_tokens is {num_draft_tokens}: draft at least 1 token a round")
         self.target = target
         self.proposer = proposer
-        self.num_draft_tokens = num_draft_tokens
-        self.stop_ids = stop_ids
-        self.verify = verify
-        self.seconds = Seconds()
+        self.speculation = speculation
+        # tokenizers may name tokens that the model cannot say
+        self.stop_ids = frozenset(token for token in stop_ids if token < target.get_output_embeddings().out_features)
+        self.tokenizer = tokenizer
+        self.pacer = Pacer(speculation, betas)
 
-    def capacity(self, prompts: list[list[int]], params: SamplingParams) -> int:
-        """How many tokens the caches must hold: a row that waits for its neighbours may draft past its end."""
-        return max(map(len, prompts)) + params.max_new_tokens + self.num_draft_tokens
+    def generate_ids(
+        self,
+        prompts: list[list[int]],
+        params: SamplingParams | Sequence[SamplingParams],
+        streams: list[int] | None = None,
+    ) -> tuple[list[Completion], list[Trace]]:
+        """Continue every prompt, all rows in one batch.
 
-    def generate_ids(self, prompts: list[list[int]], params: SamplingParams) -> tuple[list[Completion], list[Trace]]:
-        """Continue every prompt, all rows in one batch; see `rounds` for what a round is."""
-        completions, traces = [Completion() for _ in prompts], [Trace() for _ in prompts]
-        for _ in self.rounds(prompts, params, completions, traces):
+        Args:
+            prompts: token ids, at least one per prompt.
+            params: for all rows, or one per row.
+            streams: tells apart the noise of rows with the same seed. By default, rows that share one `params` have
+                their places in the list, and rows with params of their own have seeds of their own.
+        """
+        completions = self.begin(prompts, params)
+        traces = [Trace() for _ in prompts]
+        if isinstance(params, SamplingParams) and streams is None:
+            streams = list(range(len(prompts)))
+        for _ in self.rounds(completions, traces, streams):
             pass
         return completions, traces
 
+    def begin(self, prompts: list[list[int]], params: SamplingParams | Sequence[SamplingParams]) -> list[Completion]:
+        """The rows to be decoded.
+
+        Raises:
+            ValueError: not as many params as prompts; a token id that the target does not have.
+        """
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise ValueError(f"params: {len(each)} for {len(prompts)} prompts; give one for all, or one for each")
+        vocab_size = self.target.get_output_embeddings().out_features
+        for one in each:
+            for name, ids in (("logit_bias", one.logit_bias), ("stop_token_ids", one.stop_token_ids)):
+                if strange := [token for token in ids if not 0 <= token < vocab_size]:
+                    raise ValueError(f"{name}: there is no token {strange[0]}; ids are 0 to {vocab_size - 1}")
+        return [
+            Completion(prompt, one, self.stop_ids, self.tokenizer) for prompt, one in zip(prompts, each, strict=True)
+        ]
+
     @torch.inference_mode()
     def rounds(
-        self,
-        prompts: list[list[int]],
-        params: SamplingParams,
-        completions: list[Completion],
-        traces: list[Trace],
-    ) -> Iterator[None]:
+        self, completions: list[Completion], traces: list[Trace], streams: list[int] | None = None
+    ) -> Iterator[Pass]:
         """Run round after round until every row has ended, filling `completions` and `traces` in place.
 
-        A round drafts gamma tokens for every unfinished row, scores them in one target pass, and commits the
-        accepted ones and one more from the target. Yields after each round, for whoever streams.
+        A round drafts some tokens for every unfinished row, scores them in one target pass, and commits the accepted
+        ones and one more from the target. Yields after each round, for whoever streams.
         """
+        if not completions:
+            return
         device = self.target.device
-        capacity = self.capacity(prompts, params)
-        target = CachedModel(self.target, len(prompts), capacity)
-        noise = RowNoise(params.seed, list(range(len(prompts))), device)
-        active = list(range(len(prompts)))
-        sequences = [list(prompt) for prompt in prompts]
-        target.prefill(prompts)
-        self.proposer.start(prompts, capacity)
-
-        def process(logits: Tensor) -> Tensor:
-            return next_token_distribution(logits, params.temperature, params.top_k, params.top_p)
+        capacity = max(len(row.prompt) + row.params.max_new_tokens for row in completions)
+        speculation = self.speculation
+        spare = (speculation.num_draft_tokens or speculation.max_draft_tokens) if self.proposer else 0
+        target = CachedModel(self.target, len(completions), capacity, spare)
+        sampler = BatchSampler(completions, *_seeds(completions, streams), speculation, device)
+        active = list(range(len(completions)))
+        sequences = [row.sequence for row in completions]
+        target.read(sequences)
+        if self.proposer:
+            self.proposer.start(sequences, target)
 
         while active:
-            started = perf_counter()
-            remaining = max(params.max_new_tokens - len(completions[row].ids) for row in active)
-            num_drafted = min(self.num_draft_tokens, remaining - 1)
-            uniforms = noise.draw(2 * num_drafted + 1)
-            proposal = self.proposer.propose(sequences, process, uniforms[:, :num_drafted])
-            drafted = perf_counter()
-            pending = torch.tensor([ids[-1] for ids in sequences], device=device).unsqueeze(1)
+            rows = [completions[row] for row in active]
+            watch = Stopwatch(device)
+            watch.mark()
+            limits = [row.num_remaining - 1 for row in rows]
+            num_drafted = self.pacer.num_draft_tokens(len(rows), max(limits)) if self.proposer else 0
+            sampler.begin_round(num_drafted)
+            proposal = self._propose(sequences, [min(limit, num_drafted) for limit in limits], sampler)
+            watch.mark()
+            pending = torch.tensor([[ids[-1]] for ids in sequences], device=device)
             logits = target.forward(torch.cat([pending, proposal.tokens], dim=1))
-            scored = perf_counter()
-            num_accepted, next_tokens = self.verify(
-                process(logits),
-                proposal.probabilities,
-                proposal.tokens,
-                uniforms[:, num_drafted : 2 * num_drafted],
-                uniforms[:, -1],
-            )
+            watch.mark()
+            p = sampler.distribution(logits, proposal.tokens)
+            if proposal.tokens.shape[1]:
+                num_accepted, next_tokens = sampler.judge(p, proposal.q, proposal.tokens, proposal.num_drafted)
+            else:
+                num_accepted, next_tokens = proposal.num_drafted, sampler.draw(p)
+            verdicts = torch.stack([num_accepted, proposal.num_drafted, next_tokens], dim=1)
             # the round's only wait for the device: everything the host must know, in one transfer
-            verdicts = torch.cat([num_accepted.unsqueeze(1), next_tokens.unsqueeze(1), proposal.tokens], dim=1)
-            for place, (accepted, next_token, *tokens) in enumerate(verdicts.tolist()):
-                row = active[place]
-                block = [*tokens[:accepted], next_token]
-                last: Provenance = "bonus" if accepted == num_drafted else "corrected"
-                provenance: list[Provenance] = [*["accepted"] * accepted, last]  # type: ignore[list-item]
-                kept = completions[row].extend(block, provenance, self.stop_ids, params.max_new_tokens)
-                sequences[place] += block[:kept]
-                traces[row].add_round(num_drafted, accepted, kept)
+            results = torch.cat([verdicts, proposal.tokens], dim=1).tolist()
+            done = [_commit(row, result) for row, result in zip(rows, results, strict=True)]
+            if any(row.params.logprobs is not None for row in rows):
+                _add_logprobs(rows, done, logits)
             target.rollback([len(ids) - 1 for ids in sequences])
-            going = [place for place, row in enumerate(active) if completions[row].finish_reason is None]
+            watch.mark()
+            self._record(watch, [traces[row] for row in active], done, proposal)
+            round_rows = active
+            going = [place for place, row in enumerate(rows) if row.finish_reason is None]
             if len(going) < len(active):
                 active = [active[place] for place in going]
                 sequences = [sequences[place] for place in going]
-                for rows in (target, self.proposer, noise):
-                    rows.select_rows(going)
-            self.seconds.draft += drafted - started
-            self.seconds.verify += scored - drafted
-            self.seconds.rest += perf_counter() - scored
-            yield
+                if active:
+                    target.select_rows(going)
+                    sampler.select_rows(going)
+                    if self.proposer:
+                        self.proposer.select_rows(going)
+            yield Pass(round_rows, logits)
+
+    def _propose(self, sequences: list[list[int]], num_drafted: list[int], sampler: BatchSampler) -> Proposal:
+        if self.proposer and max(num_drafted) > 0:
+            return self.proposer.propose(sequences, num_drafted, sampler)
+        nothing = torch.zeros(len(sequences), 0, dtype=torch.long, device=self.target.device)
+        return Proposal(nothing, torch.zeros(len(sequences), dtype=torch.long, device=self.target.device), None)
+
+    def _record(self, watch: Stopwatch, traces: list[Trace], done: list[Round], proposal: Proposal) -> None:
+        seconds = Seconds(*watch.laps())
+        paused = self.proposer is not None and self.pacer.paused
+        for trace, each in zip(traces, done, strict=True):
+            trace.rounds.append(each)
+            trace.seconds += seconds
+            trace.num_paused += paused
+        if self.proposer:
+            self.pacer.observe(len(traces), proposal.tokens.shape[1], done, seconds)
+
+
+def _seeds(completions: list[Completion], streams: list[int] | None) -> tuple[list[int], list[int]]:
+    """Seed and stream of each row; rows without a seed share a fresh one, and differ by their places."""
+    fresh = int(torch.randint(2**62, ()))
+    seeds = [fresh if row.params.seed is None else row.params.seed for row in completions]
+    if streams is None:
+        streams = [place if row.params.seed is None else 0 for place, row in enumerate(completions)]
+    return seeds, streams
+
+
+def _commit(row: Completion, result: list[int]) -> Round:
+    """Append to a row what a round gave it: number accepted, number drafted, next token, drafted tokens."""
+    num_accepted, num_drafted, next_token, *drafted = result
+    last: Provenance = "plain" if num_drafted == 0 else "bonus" if num_accepted == num_drafted else "corrected"
+    provenance: list[Provenance] = [*["accepted"] * num_accepted, last]  # type: ignore[list-item]
+    kept = row.extend([*drafted[:num_accepted], next_token], provenance)
+    return Round(num_drafted, num_accepted, kept)
+
+
+def _add_logprobs(rows: list[Completion], done: list[Round], logits: Tensor) -> None:
+    """Log-probabilities of the tokens that were just committed, from logits [rows, positions, vocab]."""
+    logits = logits[:, : max(each.num_committed for each in done)].float()
+    most = max(row.params.logprobs or 0 for row in rows)
+    totals = logits.logsumexp(dim=-1)
+    top = logits.topk(min(most, logits.shape[-1]), dim=-1)
+    for place, (row, each) in enumerate(zip(rows, done, strict=True)):
+        if (wanted := row.params.logprobs) is None:
+            continue
+        positions = range(each.num_committed)
+        tokens = row.ids[len(row.ids) - each.num_committed :]
+        chosen = (logits[place, positions, tokens] - totals[place, : each.num_committed]).tolist()
+        values = (top.values[place, :, :wanted] - totals[place, :, None]).tolist()
+        ids = top.indices[place, :, :wanted].tolist()
+        for position in positions:
+            best = dict(zip(ids[position], values[position], strict=True))
+            row.logprobs.append(Logprobs(chosen[position], best))

@@ -1,8 +1,12 @@
 """Figures as tables for the terminal."""
 
+from collections.abc import Callable
+from statistics import median
+
+from rich.console import Group
 from rich.table import Table
 
-from .bench import Timing
+from .bench import BEST_ASSISTED, Timing
 from .evaluate import Evaluation
 from .params import SamplingParams
 
@@ -41,26 +45,57 @@ def evaluation_table(result: Evaluation) -> Table:
     return table
 
 
-def bench_table(timings: list[Timing]) -> Table:
-    """What `spec-decode bench` prints."""
-    table = Table(
-        "sampling",
-        "plain",
-        "speculative",
-        "ratio",
-        "lowest to highest",
-        "predicted",
-        "tokens per pass",
-        title="tokens/s",
-    )
+def bench_tables(timings: list[Timing]) -> Group:
+    """What `spec-decode bench` prints: how fast each way of decoding is, and why."""
+    return Group(_speed_table(timings), _speedup_table(timings))
+
+
+def _speed_table(timings: list[Timing]) -> Table:
+    num_prompts = len(timings[0].runs["plain"])
+    table = Table(title=f"medians over {num_prompts} prompts (lowest to highest)")
+    table.add_column("decoding")
+    table.add_column("tokens/s", justify="right")
+    table.add_column("times plain, by prompt", justify="right")
     for timing in timings:
-        table.add_row(
-            name_of(timing.sampling),
-            f"{timing.plain_tokens_per_second:.1f}",
-            f"{timing.speculative_tokens_per_second:.1f}",
-            f"{timing.ratio:.2f}",
-            f"{min(timing.ratios):.2f} to {max(timing.ratios):.2f}",
-            f"{timing.predicted_speedup:.2f}",
-            f"{timing.trace.block_efficiency:.2f}",
-        )
+        names = {
+            "plain": "plain",
+            "speculative": f"speculative, {timing.num_draft_tokens or 'as many as pay'} drafted",
+            "transformers_plain": "transformers plain",
+            "transformers_assisted_best": f"transformers assisted, best: {timing.best_num_assistant_tokens} drafted",
+            "transformers_assisted_default": "transformers assisted, its default",
+        }
+        table.add_section()
+        table.add_row(f"[bold]{name_of(timing.sampling)}[/]")
+        for mode, name in names.items():
+            if mode in timing.runs:
+                ratios = _median_and_range(timing.ratios(mode), 2) if mode != "plain" else ""
+                table.add_row(f"  {name}", _median_and_range(timing.tokens_per_second(mode), 1), ratios)
     return table
+
+
+def _speedup_table(timings: list[Timing]) -> Table:
+    table = Table("speculative decoding", title="where the speedup comes from")
+    for timing in timings:
+        table.add_column(name_of(timing.sampling), justify="right")
+
+    def add_row(name: str, figure: Callable[[Timing], str]) -> None:
+        table.add_row(name, *map(figure, timings))
+
+    add_row("tokens per target pass", lambda timing: f"{timing.trace.block_efficiency:.2f}")
+    add_row("cost of a draft step, c", lambda timing: f"{timing.costs.draft_step:.3f}")
+    passes = "cost of a target pass, v(1) v(2) …"
+    add_row(passes, lambda timing: " ".join(f"{cost:.2f}" for cost in timing.costs.target_pass))
+    add_row("predicted speedup", lambda timing: f"{timing.predicted_speedup:.2f}")
+    add_row("realised / predicted", lambda timing: f"{timing.ratio / timing.predicted_speedup:.2f}")
+    if all(timing.share_outside_models is not None for timing in timings):
+        add_row("time outside the models' forward passes", lambda timing: f"{timing.share_outside_models:.1%}")
+    if all(timing.sweep for timing in timings):
+        sweep = f"transformers assisted at {' '.join(map(str, timings[0].sweep))}, tokens/s"
+        add_row(sweep, lambda timing: " ".join(f"{rate:.1f}" for rate in timing.sweep.values()))
+        over = "times transformers assisted at its best"
+        add_row(over, lambda timing: _median_and_range(timing.ratios(base=BEST_ASSISTED), 2))
+    return table
+
+
+def _median_and_range(values: list[float], digits: int) -> str:
+    return f"{median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"

@@ -1,22 +1,27 @@
-"""Speculative verification: which drafted tokens the target accepts, and the token that follows them.
+"""Speculative verification: which drafted tokens the target accepts, and what the token after them is drawn from.
 
-Pure torch, fp32 arithmetic. The noise is an argument, so that tests can enumerate every outcome.
+Pure torch, fp32 arithmetic. The coins are an argument and the next token is left to be drawn, so that tests can
+enumerate every outcome. Rows may have drafted fewer tokens than the widest: where nothing was drafted q is zero, which
+makes the residual p itself, and so the token after the last drafted one comes from p without a special case.
 """
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from .sampling import sample
+from .sampling import Distribution
+
+# less than this, which `sample` could not divide, is nothing but rounding
+SMALLEST_MASS = torch.finfo(torch.float32).tiny
 
 
 def verify_tokenwise(
-    target_probabilities: Float[Tensor, "batch drafted_plus_1 vocab"],
-    draft_probabilities: Float[Tensor, "batch drafted vocab"],
-    drafted_tokens: Int[Tensor, "batch drafted"],
-    accept_uniforms: Float[Tensor, "batch drafted"],
-    next_uniforms: Float[Tensor, " batch"],
-) -> tuple[Int[Tensor, " batch"], Int[Tensor, " batch"]]:
+    p: Distribution,
+    q: Distribution,
+    drafted_tokens: Int[Tensor, "rows drafted"],
+    num_drafted: Int[Tensor, " rows"],
+    coins: Float[Tensor, "rows drafted"],
+) -> tuple[Int[Tensor, " rows"], Distribution]:
     """Token-wise rejection sampling (Leviathan et al. 2023, Algorithm 1; Chen et al. 2023, Algorithm 2).
 
     Token x drafted at position k is accepted when u < p(x) / q(x). At the first rejection the next token is
@@ -24,27 +29,156 @@ def verify_tokenwise(
     way the committed tokens follow the target's distribution exactly.
 
     Args:
-        target_probabilities: p at each drafted position and at the one after the last, fp32, rows sum to 1.
-        draft_probabilities: q that each drafted token was really sampled from, fp32, rows sum to 1.
-        drafted_tokens: token ids, each with q > 0.
-        accept_uniforms: in [0, 1), one per drafted token.
-        next_uniforms: in [0, 1), for the corrected or bonus token.
+        p: target's distributions at each drafted position and at the one after, [rows, drafted + 1, columns].
+        q: what each drafted token was really sampled from, [rows, drafted, columns].
+        drafted_tokens: token ids; those beyond a row's num_drafted mean nothing.
+        num_drafted: in 0..drafted.
+        coins: uniform in [0, 1), one per drafted token.
 
     Returns:
-        num_accepted, in 0..drafted, and next_token: what to commit after the accepted tokens.
+        num_accepted, in 0..num_drafted, and the weights [rows, columns] of the token to commit after them.
     """
-    num_drafted = drafted_tokens.shape[1]
-    p_drafted = target_probabilities[:, :num_drafted].gather(2, drafted_tokens.unsqueeze(2)).squeeze(2)
-    q_drafted = draft_probabilities.gather(2, drafted_tokens.unsqueeze(2)).squeeze(2)
+    q = _zero_beyond(q, num_drafted)
     # u < p/q without the division; u = 0 makes it false at p = 0, as it must be
-    accepted = accept_uniforms * q_drafted < p_drafted
-    num_accepted = accepted.long().cumprod(dim=1).sum(dim=1)
+    passed = coins * q.of(drafted_tokens) < p[:, :-1].of(drafted_tokens)
+    num_accepted = _leading(passed & _is_drafted(drafted_tokens, num_drafted))
+    return num_accepted, _residual(p, q, num_accepted)
 
-    rows = torch.arange(len(drafted_tokens), device=drafted_tokens.device)
-    p_next = target_probabilities[rows, num_accepted]
-    # past the last drafted token nothing was proposed: q = 0 and the residual is p itself
-    q_next = torch.nn.functional.pad(draft_probabilities, (0, 0, 0, 1))[rows, num_accepted]
-    residual = (p_next - q_next).clamp_min(0)
-    # p = q up to rounding leaves no mass to draw from
-    residual = torch.where(residual.sum(dim=1, keepdim=True) > 0, residual, p_next)
-    return num_accepted, sample(residual, next_uniforms)
+
+def verify_block(
+    p: Distribution,
+    q: Distribution,
+    drafted_tokens: Int[Tensor, "rows drafted"],
+    num_drafted: Int[Tensor, " rows"],
+    coins: Float[Tensor, "rows drafted"],
+) -> tuple[Int[Tensor, " rows"], Distribution]:
+    """Block verification (Sun et al. 2024, Algorithm 2): as exact as token-wise, never accepting fewer on average.
+
+    With p_0 = 1, p_i = min(p_{i-1} p(X_i) / q(X_i), 1), R_i = sum_x (p_i p(x | X_1..i) - q(x | X_1..i))+ and
+    h_i = R_i / (R_i + 1 - p_i), the number accepted is the largest i with u_i <= h_i. The next token comes from
+    (p_i p - q)+ normalised. At a row's last drafted token q is zero behind it, so R_i = p_i = h_i as the paper has it.
+
+    Args and returns: as for `verify_tokenwise`.
+    """
+    width = drafted_tokens.shape[1]
+    if width == 0:
+        return torch.zeros_like(num_drafted), p[:, 0]
+    q = _zero_beyond(q, num_drafted)
+    drafted = _is_drafted(drafted_tokens, num_drafted)
+    q_drafted = q.of(drafted_tokens)
+    ratios = torch.where(drafted, p[:, :-1].of(drafted_tokens) / torch.where(drafted, q_drafted, 1.0), 0.0)
+    reached = torch.ones(len(ratios), width + 1, device=ratios.device)
+    for position in range(width):
+        reached[:, position + 1] = (reached[:, position] * ratios[:, position]).clamp_max(1)
+    after = reached[:, 1:]
+    left_over = p[:, 1:].excess(_next_of(q), after).sum(dim=-1)
+    # p_i = 1 makes h_i = 1, unless there is nothing left to draw from, when the token after is the next one's concern
+    passing = left_over / (left_over + (1 - after)).clamp_min(SMALLEST_MASS)
+    # u in [0, 1) stands for 1 - u in the paper: u < h has probability h, and h = 0, as beyond the drafted, never passes
+    passed = coins < passing
+    positions = torch.arange(1, width + 1, device=passed.device)
+    num_accepted = torch.where(passed, positions, 0).amax(dim=1)
+    rows = torch.arange(len(passed), device=passed.device)
+    return num_accepted, _residual(p, q, num_accepted, reached[rows, num_accepted])
+
+
+def verify_equal(
+    target_tokens: Int[Tensor, "rows drafted_plus_1"],
+    drafted_tokens: Int[Tensor, "rows drafted"],
+    num_drafted: Int[Tensor, " rows"],
+) -> Int[Tensor, " rows"]:
+    """Accept while drafted and target agree; the target's own token follows. Greedy and seeded decoding.
+
+    The text is token for token what the target says alone, whatever was drafted.
+
+    Args:
+        target_tokens: what the target chooses at each drafted position and at the one after.
+        drafted_tokens, num_drafted: as for `verify_tokenwise`.
+
+    Returns:
+        num_accepted, in 0..num_drafted.
+    """
+    return _leading((target_tokens[:, :-1] == drafted_tokens) & _is_drafted(drafted_tokens, num_drafted))
+
+
+def verify_lossy_lenience(
+    p: Distribution,
+    q: Distribution,
+    drafted_tokens: Int[Tensor, "rows drafted"],
+    num_drafted: Int[Tensor, " rows"],
+    coins: Float[Tensor, "rows drafted"],
+    lenience: float,
+) -> tuple[Int[Tensor, " rows"], Distribution]:
+    """Token-wise with q divided: accept when u < p(x) / (lenience q(x)) (Leviathan et al. 2023, appendix A.5).
+
+    Lossy: the text does not follow the target's distribution, but no token has more than p / lenience.
+
+    Args:
+        lenience: in (0, 1]; 1 is `verify_tokenwise`.
+        others, and returns: as for `verify_tokenwise`.
+    """
+    q = _zero_beyond(q, num_drafted)
+    lenient = Distribution(q.probabilities * lenience, q.token_ids)
+    passed = coins * lenient.of(drafted_tokens) < p[:, :-1].of(drafted_tokens)
+    num_accepted = _leading(passed & _is_drafted(drafted_tokens, num_drafted))
+    return num_accepted, _residual(p, lenient, num_accepted)
+
+
+def verify_lossy_typical(
+    p: Distribution,
+    drafted_tokens: Int[Tensor, "rows drafted"],
+    num_drafted: Int[Tensor, " rows"],
+    epsilon: float,
+) -> tuple[Int[Tensor, " rows"], Distribution]:
+    """Typical acceptance: p(x) > min(epsilon, sqrt(epsilon) exp(-H(p))) (Cai et al. 2024, section 3.3.1).
+
+    Lossy: the text does not follow the target's distribution. The next token is drawn from p.
+
+    Args:
+        epsilon: in (0, 1); the smaller, the more is accepted.
+        others, and returns: as for `verify_tokenwise`.
+    """
+    entropy = torch.special.entr(p.probabilities[:, :-1]).sum(dim=-1)
+    threshold = (epsilon**0.5 * (-entropy).exp()).clamp_max(epsilon)
+    passed = p[:, :-1].of(drafted_tokens) > threshold
+    num_accepted = _leading(passed & _is_drafted(drafted_tokens, num_drafted))
+    return num_accepted, p[torch.arange(len(num_accepted), device=num_accepted.device), num_accepted]
+
+
+def _is_drafted(drafted_tokens: Tensor, num_drafted: Tensor) -> Tensor:
+    return torch.arange(drafted_tokens.shape[1], device=num_drafted.device) < num_drafted.unsqueeze(1)
+
+
+def _zero_beyond(q: Distribution, num_drafted: Tensor) -> Distribution:
+    positions = torch.arange(q.probabilities.shape[1], device=num_drafted.device)
+    beyond = positions >= num_drafted.unsqueeze(1)
+    return Distribution(q.probabilities.masked_fill(beyond.unsqueeze(2), 0.0), q.token_ids)
+
+
+def _next_of(q: Distribution) -> Distribution:
+    """q one position on; zero behind the last."""
+    probabilities = torch.nn.functional.pad(q.probabilities[:, 1:], (0, 0, 0, 1))
+    if q.token_ids is None or q.token_ids.ndim == 1:
+        return Distribution(probabilities, q.token_ids)
+    return Distribution(probabilities, torch.cat([q.token_ids[:, 1:], q.token_ids[:, :1]], dim=1))
+
+
+def _leading(passed: Tensor) -> Tensor:
+    """How many of each row are True before the first False."""
+    return passed.long().cumprod(dim=1).sum(dim=1)
+
+
+def _residual(p: Distribution, q: Distribution, num_accepted: Tensor, scale: Tensor | None = None) -> Distribution:
+    """(scale * p - q)+ at the position after the accepted tokens; p itself where rounding leaves nothing."""
+    rows = torch.arange(len(num_accepted), device=num_accepted.device)
+    last = q.probabilities.shape[1] - 1
+    p_next = p[rows, num_accepted]
+    if last < 0:
+        return p_next
+    q_next = q[rows, num_accepted.clamp_max(last)]
+    # past the last drafted token nothing was proposed
+    everything = (num_accepted > last).unsqueeze(1)
+    q_next = Distribution(q_next.probabilities.masked_fill(everything, 0.0), q_next.token_ids)
+    weights = p_next.excess(q_next, scale)
+    weights = torch.where(weights.sum(dim=1, keepdim=True) >= SMALLEST_MASS, weights, p_next.probabilities)
+    return Distribution(weights, p_next.token_ids)

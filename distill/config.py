@@ -28,7 +28,7 @@ class RespondConfig:
     target: str
     prompts: str
     output: str
-    sampling: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=1.0))
+    sampling: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=1.0, seed=0))
     samples_per_prompt: int = 1
     batch_size: int = 64
     keep_hidden_states: bool = False
@@ -40,6 +40,8 @@ class RespondConfig:
         for name in ("samples_per_prompt", "batch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: {getattr(self, name)} is not possible; give 1 or more")
+        if self.sampling.seed is None:
+            raise ValueError("sampling.seed: null cannot be resumed; give a number")
         if not 0 < self.heldout_fraction < 1:
             raise ValueError(f"heldout_fraction: {self.heldout_fraction} is not possible; give a share such as 0.1")
 

@@ -15,8 +15,9 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from decode.completion import Completion
 from decode.pair import describe_target, load_model, load_tokenizer, refuse_other_target, stop_token_ids
-from decode.params import Completion
+from decode.params import SamplingParams
 from decode.plain import PlainDecoder
 from decode.progress import ProgressBar
 from decode.prompts import Prompt, encode, load_prompts
@@ -82,7 +83,9 @@ def respond(config: RespondConfig) -> Path:
             "hidden_states_dtype": str(model.dtype).removeprefix("torch."),
         }
         write_text(parts / RECORD, json.dumps({**record, "provenance": provenance(asdict(config))}, indent=2))
-    _generate(PlainDecoder(model, stop_token_ids(model, tokenizer)), prompts, encoded, config, parts)
+    needs_text = config.sampling.stop or config.sampling.bad_words
+    decoder = PlainDecoder(model, stop_token_ids(model, tokenizer), tokenizer if needs_text else None)
+    _generate(decoder, prompts, encoded, config, parts)
     _assemble(parts, prompts, output)
     return output
 
@@ -227,6 +230,9 @@ def _refuse_other_settings(folder: Path, settings: dict[str, Any]) -> None:
         raise ValueError(f"output {folder}: exists and holds no responses; give another folder")
     recorded = _record(folder)["settings"]
     wanted = json.loads(json.dumps(settings))
+    # a release that did not know a field wrote what its default gives
+    unrecorded = json.loads(json.dumps(asdict(SamplingParams(seed=0))))
+    recorded["sampling"] = {**unrecorded, **recorded.get("sampling", wanted["sampling"])}
     for key, value in wanted.items():
         if recorded.get(key, value) != value:  # what is not recorded cannot be compared
             raise ValueError(

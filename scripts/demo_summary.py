@@ -11,9 +11,7 @@ from rich.table import Table
 
 def summary(folder: Path) -> Table:
     """Rows of before.json, after.json and bench.json in `folder`."""
-    before, after, timings = (
-        json.loads((folder / f"{name}.json").read_text()) for name in ("before", "after", "bench")
-    )
+    before, after, bench = (json.loads((folder / f"{name}.json").read_text()) for name in ("before", "after", "bench"))
     table = Table("", "before", "after", title=f"{after['prompts']}: {after['num_prompts']} held-out prompts")
     table.add_row("alpha at T=1 (95% interval)", *(_interval(figures, "alpha") for figures in (before, after)))
     drafted = after["num_draft_tokens"]
@@ -22,10 +20,10 @@ def summary(folder: Path) -> Table:
         *(_interval(figures, "block_efficiency") for figures in (before, after)),
     )
     table.add_row("best number of draft tokens", *(str(f["best_num_draft_tokens"]) for f in (before, after)))
-    for timing in timings:
+    for timing in bench["timings"]:
         temperature = timing["sampling"]["temperature"]
         name = f"T={temperature:g}" if temperature else "greedy"
-        plain, fast = timing["plain_tokens_per_second"], timing["speculative_tokens_per_second"]
+        plain, fast = (timing["median_tokens_per_second"][mode] for mode in ("plain", "speculative"))
         low, high = min(timing["ratios"]), max(timing["ratios"])
         table.add_row(f"tokens/s {name}: plain, speculative", "", f"{plain:.1f}, {fast:.1f}")
         table.add_row("    ratio (lowest to highest)", "", f"[bold]{timing['ratio']:.2f}x[/] ({low:.2f} to {high:.2f})")

@@ -15,6 +15,7 @@ from transformers.utils import logging as transformers_logging
 
 from decode import SamplingParams, SpeculativeDecoder, cli, console
 from decode.pair import Pair
+from decode.progress import ProgressBar
 
 ModelFolder = Callable[..., Path]
 Capture = pytest.CaptureFixture[str]
@@ -67,9 +68,9 @@ def test_the_answer_and_nothing_else_goes_to_stdout(pair: Path, options: list[st
 
 def test_the_text_is_not_touched(pair: Path, capsys: Capture) -> None:
     """Tabs, carriage returns and control characters arrive as they were generated."""
-    text = answer(pair, "Hi", 300, temperature=10.0, seed=6)
+    text = answer(pair, "Hi", 300, temperature=10.0, seed=4)
     assert {"\t", "\r", "\x0b", "\x07"} <= set(text)
-    options = ["--sampling.temperature", "10", "--sampling.seed", "6", "--sampling.max_new_tokens", "300"]
+    options = ["--sampling.temperature", "10", "--sampling.seed", "4", "--sampling.max_new_tokens", "300"]
     assert cli.main(["generate", "--pair", str(pair), "--prompt", "Hi", *options]) == 0
     assert capsys.readouterr().out == text + "\n"
 
@@ -129,7 +130,7 @@ def test_evaluate_prints_a_table_and_writes_figures(pair: Path, prompts: Path, t
     assert f"{figures['block_efficiency']:.2f}" in out
     assert "T=1" in out
     assert Pair.load(pair).measured == figures
-    assert figures["sampling"] == {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "max_new_tokens": 12, "seed": 0}
+    assert SamplingParams(**figures["sampling"]) == SamplingParams(temperature=1.0, max_new_tokens=12, seed=0)
 
 
 def test_bench_prints_a_table_and_writes_figures(pair: Path, prompts: Path, tmp_path: Path, capsys: Capture) -> None:
@@ -140,17 +141,63 @@ def test_bench_prints_a_table_and_writes_figures(pair: Path, prompts: Path, tmp_
     assert err == ""
     assert "greedy" in out
     assert "T=0.5" in out
-    greedy, sampled = json.loads(output.read_text())
+    figures = json.loads(output.read_text())
+    assert (figures["dtype"], figures["device"], figures["num_threads"]) == ("float32", "cpu", 1)
+    assert {"resolved_config", "versions", "hardware"} <= figures["provenance"].keys()
+    greedy, sampled = figures["timings"]
     assert (greedy["sampling"]["temperature"], sampled["sampling"]["temperature"]) == (0, 0.5)
     for timing in (greedy, sampled):
         assert len(timing["ratios"]) == 5
         assert timing["ratio"] == sorted(timing["ratios"])[2]
-        assert timing["trace"]["num_committed"] <= 5 * 6
+        assert timing["trace"]["num_committed"] == sum(run["num_tokens"] for run in timing["runs"]["speculative"])
+        assert 0 < timing["share_outside_models"] < 1
+        assert timing["runs"].keys() == {"plain", "speculative"}
+
+
+def test_bench_times_transformers_when_asked(
+    pair: Path, prompts: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bars: list[ProgressBar] = []
+
+    class Bar(ProgressBar):
+        def __exit__(self, *exception: Any) -> None:
+            super().__exit__(*exception)
+            bars.append(self)
+
+    monkeypatch.setattr("decode.bench.ProgressBar", Bar)
+    monkeypatch.setenv("COLUMNS", "120")  # tiny models have many tokens a second
+    output = tmp_path / "figures.json"
+    options = ["--prompts", str(prompts), "--num_prompts", "5", "--max_new_tokens", "6", "--output", str(output)]
+    sampling = ["--temperatures", "[0, 0.5]", "--top_p", "0.9"]
+    assert cli.main(["bench", "--pair", str(pair), "--transformers", *options, *sampling]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert "transformers assisted, its default" in out
+    assert "T=0.5, top-p 0.9" in out
+    greedy, sampled = json.loads(output.read_text())["timings"]
+    for timing in (greedy, sampled):
+        assert len(timing["runs"]) == 5
+        assert all(len(runs) == 5 for runs in timing["runs"].values())
+        assert list(timing["sweep"]) == ["1", "2", "3", "4", "5"]
+        best = timing["best_num_assistant_tokens"]
+        assert timing["sweep"][str(best)] == max(timing["sweep"].values())
+        assert f"transformers assisted, best: {best} drafted" in out
+    # the same text from all of them
+    assert len({tuple(run["num_tokens"] for run in runs) for runs in greedy["runs"].values()}) == 1
+    assert [bar.done for bar in bars] == [bar.total for bar in bars] == [2 * (5 * 5 + 5)]
+
+
+def test_transformers_needs_prompts_that_are_not_timed(
+    pair: Path, prompts: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    arguments = ["bench", "--pair", str(pair), "--prompts", str(prompts), "--max_new_tokens", "4", "--transformers"]
+    assert refused([*arguments, "--num_prompts", "6"], tmp_path, capsys).startswith("num_prompts: all 6 held-out")
 
 
 def test_a_draft_that_is_no_pair_can_be_timed(target: Path, pair: Path, prompts: Path, capsys: Capture) -> None:
     options = ["--prompts", str(prompts), "--num_prompts", "5", "--max_new_tokens", "4", "--temperatures", "[0]"]
-    assert cli.main(["bench", "--target", str(target), "--pair", str(pair / "draft"), *options]) == 0
+    command = ["bench", "--target", str(target), "--pair", str(pair / "draft"), "--transformers", *options]
+    assert cli.main(command) == 0
     assert "greedy" in capsys.readouterr().out
 
 
@@ -225,8 +272,8 @@ def test_prompts_that_cannot_be_read(command: str, pair: Path, tmp_path: Path, c
     assert said(empty) == f"prompts {empty}: holds no prompt"
     assert "no such file; give a file, or one of the embedded sets service, general" in said("servce")
     long = write(tmp_path / "long.jsonl", "".join(json.dumps({"prompt": "x" * n}) + "\n" for n in (1, 1, 600, 1, 1, 1)))
-    assert said(long).startswith(f"prompt {long}:3: prompt + max_new_tokens + num_draft_tokens is ")
-    assert said(long).endswith("longer than the context of 512 of model 'llama': shorten one of the three")
+    assert said(long).startswith(f"prompt {long}:3: prompt + max_new_tokens is ")
+    assert said(long).endswith("longer than the context of 512 of model 'llama': shorten one of the two")
 
 
 def test_no_prompt_at_all(pair: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,8 +327,10 @@ def test_timings_that_cannot_be_meant(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["generate", "--prompt", "x", "--num_draft_tokens", "0"], "num_draft_tokens is 0: draft at least 1 token"),
-        (["evaluate", "--num_draft_tokens", "0"], "num_draft_tokens is 0: draft at least 1 token"),
+        (["generate", "--speculation.num_draft_tokens", "0"], "num_draft_tokens is 0: draft 1 to 64 tokens a round"),
+        (["generate", "--speculation.num-draft-tokens", "99"], "num_draft_tokens is 99: draft 1 to 64 tokens a round"),
+        (["evaluate", "--num_draft_tokens", "0"], "num_draft_tokens is 0: draft 1 to 64 tokens a round"),
+        (["evaluate", "--sampling.repetition_penalty", "1.1"], "sampling: alpha is measured without penalties"),
         (["evaluate", "--batch_size", "0"], "batch_size: 0 is not possible; give 1 or more"),
         (["evaluate", "--num_decoded_prompts", "0"], "num_decoded_prompts: 0 is not possible; give 1 or more"),
         (["evaluate", "--sampling.max_new_tokens", "1"], "sampling.max_new_tokens: 1 leaves nothing to draft"),
@@ -290,7 +339,33 @@ def test_timings_that_cannot_be_meant(
             ["generate", "--dtype", "int3"],
             "dtype: expected Literal['auto', 'float32', 'bfloat16', 'float16'], got int3",
         ),
-        (["generate", "--num_draft_tokens", "x"], "num_draft_tokens: expected one of int, NoneType, got x"),
+        (
+            ["generate", "--speculation.num_draft_tokens", "x"],
+            "speculation.num_draft_tokens: expected one of int, NoneType, got x",
+        ),
+        (
+            ["generate", "--speculation.proposer", "lokup"],
+            "speculation.proposer: expected Literal['draft', 'lookup', 'cascade'], got lokup",
+        ),
+        (["generate", "--speculation.reference", "x.txt"], "reference: only lookup reads it; use proposer lookup"),
+        (
+            ["generate", "--prompt", "x", "--speculation.proposer", "lookup", "--speculation.reference", "nowhere.txt"],
+            "reference nowhere.txt: cannot be read as UTF-8 text: ",
+        ),
+        (["generate", "--sampling.logit_bias", "5"], "sampling.logit_bias: expected "),
+        (["generate", "--prompt", "x", "--sampling.logit_bias", "{900: 1}"], "logit_bias: there is no token 900; ids"),
+        (["generate", "--prompt", "x", "--sampling.stop_token_ids", "[900]"], "stop_token_ids: there is no token 900"),
+        (["generate", "--sampling.stop", '["a", ""]'], "stop is ('a', ''): give non-empty texts"),
+        (
+            ["generate", "--sampling.min_new_tokens", "200"],
+            "min_new_tokens is 200: use a number from 0 to max_new_toke",
+        ),
+        (["generate", "--speculation.lossy_lenience", "2"], "lossy_lenience is 2.0: use a number between 0 and 1"),
+        (
+            ["generate", "--speculation.lossy_typical", "0.2", "--speculation.verification", "block"],
+            "verification is block: a lossy rule takes its place; leave it at auto",
+        ),
+        (["generate", "--speculation.lenience", "0.5"], "unknown key speculation.lenience; the nearest known one is "),
     ],
 )
 def test_other_values_that_cannot_be_meant(
@@ -301,7 +376,11 @@ def test_other_values_that_cannot_be_meant(
 
 @pytest.mark.parametrize("command", ["generate", "evaluate", "bench"])
 def test_an_unknown_key_is_answered_with_the_nearest(command: str, pair: Path, tmp_path: Path, capsys: Capture) -> None:
-    keys = {"num_draft_token": "num_draft_tokens", "dtpe": "dtype", "targt": "target"}
+    keys = {"dtpe": "dtype", "targt": "target"}
+    if command == "evaluate":
+        keys["num_draft_token"] = "num_draft_tokens"
+    else:
+        keys["speculation.num_draft_token"] = "speculation.num_draft_tokens"
     if command != "bench":
         keys["sampling.temprature"] = "sampling.temperature"
     for key, nearest in keys.items():
@@ -317,7 +396,7 @@ def test_a_config_that_cannot_be_read(tmp_path: Path, capsys: Capture) -> None:
     assert "nowhere.yaml" in refused(["generate", "--config", str(tmp_path / "nowhere.yaml")], tmp_path, capsys)
     broken = write(tmp_path / "broken.yaml", "pair: [x\n")
     assert refused(["generate", "--config", broken], tmp_path, capsys).startswith("Problems parsing config: ")
-    assert refused(["generate"], tmp_path, capsys).startswith("the following arguments are required: ")
+    assert refused(["evaluate"], tmp_path, capsys).startswith("the following arguments are required: ")
 
 
 def test_a_model_that_cannot_be_rolled_back(
@@ -334,3 +413,87 @@ def test_half_precision_is_asked_for_by_name(pair: Path, capsys: Capture) -> Non
     assert cli.main(["generate", "--pair", str(pair), "--prompt", "Hi", *SHORT, "--dtype", "bfloat16"]) == 0
     assert capsys.readouterr().out.endswith("\n")
     assert SpeculativeDecoder.from_pretrained(None, str(pair), dtype="bfloat16").target.dtype == torch.bfloat16
+
+
+def test_lookup_needs_a_target_and_no_pair(target: Path, pair: Path, tmp_path: Path, capsys: Capture) -> None:
+    lookup = ["--speculation.proposer", "lookup"]
+    command = ["generate", "--target", str(target), "--prompt", "Hi", *SHORT]
+    assert cli.main([*command, *lookup]) == 0
+    assert capsys.readouterr() == (answer(pair, "Hi") + "\n", "")
+    reference = write(tmp_path / "reference.txt", answer(pair, "Hi"))
+    fixed = ["--speculation.num-draft-tokens", "4", "--speculation.never_slower", "false"]
+    assert cli.main([*command, *lookup, *fixed, "--speculation.reference", reference]) == 0
+    assert capsys.readouterr() == (answer(pair, "Hi") + "\n", "")
+    said = refused(command, tmp_path, capsys)
+    assert said.startswith("pair: none given, and the proposer draft needs one; use --pair, or --speculation.proposer")
+    said = refused(["generate", "--prompt", "Hi", *lookup], tmp_path, capsys)
+    assert said == "pair: none given; use --pair, or --target with --speculation.proposer lookup"
+
+
+@pytest.mark.parametrize("options", [[], ["--speculation.num_draft_tokens", "5"], ["--speculation.proposer=cascade"]])
+def test_stop_strings_end_streamed_and_whole_texts_alike(
+    options: list[str], pair: Path, prompts: Path, capsys: Capture
+) -> None:
+    sampling = dict(temperature=1.5, seed=3, max_new_tokens=60, stop=tuple("aeiou"))
+    given = ["--sampling.temperature=1.5", "--sampling.seed=3", "--sampling.max_new_tokens=60"]
+    given += ["--sampling.stop", json.dumps(sampling["stop"])]
+    command = ["generate", "--pair", str(pair), "--prompts", str(prompts), *given, *options]
+    outputs = []
+    for stream in ([], ["--stream"]):
+        assert cli.main([*command, *stream]) == 0
+        outputs.append(capsys.readouterr())
+    assert outputs[0] == outputs[1]
+    decoder = SpeculativeDecoder.from_pretrained(None, str(pair))
+    texts = [f"Item {number}" for number in range(6)]
+    params = [SamplingParams(**{**sampling, "seed": 3 + number}) for number in range(6)]
+    generations = decoder.generate(texts, params)
+    expected = [f"# item-{number}\n{generation.text}\n" for number, generation in enumerate(generations)]
+    assert outputs[0].out == "\n".join(expected)
+    assert set("aeiou") & {generation.stop_reason for generation in generations}
+    for generation in generations:
+        assert not set(generation.text) & set("aeiou")
+
+
+def test_one_stop_string_needs_no_list(pair: Path, capsys: Capture) -> None:
+    whole = answer(pair, "Hi", 40)
+    stop = whole[10:13]
+    command = ["generate", "--pair", str(pair), "--prompt", "Hi", "--sampling.max_new_tokens", "40"]
+    assert cli.main([*command, f"--sampling.stop={stop}"]) == 0
+    assert capsys.readouterr().out == whole[: whole.index(stop)] + "\n"
+
+
+def test_raw_continues_the_prompt_as_it_stands(pair: Path, prompts: Path, capsys: Capture) -> None:
+    decoder = SpeculativeDecoder.from_pretrained(None, str(pair))
+    (generation,) = decoder.generate("Item 3", SamplingParams(max_new_tokens=12), raw=True)
+    assert generation.text != answer(pair, "Item 3")
+    assert cli.main(["generate", "--pair", str(pair), "--prompt", "Item 3", "--raw", *SHORT]) == 0
+    assert capsys.readouterr() == (generation.text + "\n", "")
+    assert cli.main(["generate", "--pair", str(pair), "--prompts", str(prompts), "--raw", *SHORT]) == 0
+    assert f"# item-3\n{generation.text}\n" in capsys.readouterr().out
+
+
+def test_raw_continues_text_not_chats(pair: Path, tmp_path: Path, capsys: Capture) -> None:
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    source = write(tmp_path / "chat.jsonl", json.dumps({"messages": chat, "id": "chat-1"}) + "\n")
+    said = refused(["generate", "--pair", str(pair), "--prompts", source, "--raw"], tmp_path, capsys)
+    assert said == "prompt chat-1: raw continues text; this one is a conversation: leave raw out, or give its text"
+
+
+def test_a_lossy_text_says_so(
+    pair: Path, capsys: Capture, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["generate", "--pair", str(pair), "--prompt", "Hi", *SHORT, "--speculation.lossy_lenience", "0.5"]
+    with caplog.at_level("INFO"):
+        assert cli.main([*command, "--sampling.temperature", "1"]) == 0
+    assert "lossy (lenience 0.5): the text does not follow the target's distribution" in caplog.text
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        assert cli.main(command) == 0  # greedy: exact all the same
+    assert "lossy (" not in caplog.text
+
+
+def test_help_names_every_option(capsys: Capture) -> None:
+    assert cli.main(["generate", "--help"]) == 0
+    out = capsys.readouterr().out
+    for option in ("--pair", "--raw", "--sampling.stop", "--speculation.proposer", "--speculation.num_draft_tokens"):
+        assert option in out

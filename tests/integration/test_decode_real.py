@@ -5,17 +5,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from decode import SamplingParams, SpeculativeDecoder
+from decode import SamplingParams, SpeculationParams, SpeculativeDecoder
 from decode.evaluate import heldout_prompts
 from decode.pair import load_model, load_tokenizer
 from decode.proposer import DraftModelProposer
-from decode.speculative import SpeculativeEngine, Trace
+from decode.speculative import SpeculativeEngine
+from decode.trace import Trace
 from distill.build import draft_from_layers
 
 pytestmark = pytest.mark.real
 
 NUM_PROMPTS = 40
 PARAMS = SamplingParams(max_new_tokens=32)
+THREE = SpeculationParams(num_draft_tokens=3, never_slower=False)
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +27,7 @@ def decoder(real_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Spec
     draft = draft_from_layers(load_model(str(real_target), role="target"), [0, 1, 28, 29])
     draft.save_pretrained(folder)
     load_tokenizer(str(real_target)).save_pretrained(folder)
-    return SpeculativeDecoder.from_pretrained(str(real_target), str(folder), num_draft_tokens=3, dtype="float32")
+    return SpeculativeDecoder.from_pretrained(str(real_target), str(folder), THREE, dtype="float32")
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +55,7 @@ def test_a_poor_draft_changes_no_token(
     assert differences([completion.ids for completion in completions], expected) == []
     total = sum(traces, Trace())
     assert total.betas[0] < 0.5
-    assert sum(total.reached) - sum(total.accepted) > 500  # rejection was exercised
+    assert total.num_verified - total.num_accepted > 500  # rejection was exercised
 
 
 def test_a_prompt_alone_gets_the_same_tokens(
@@ -75,12 +77,12 @@ def test_the_target_as_its_own_draft_whole_or_cut(
 ) -> None:
     layers = [layer for layer in range(30) if layer not in left_out]
     draft = draft_from_layers(decoder.target, layers) if left_out else decoder.target
-    proposer = DraftModelProposer(draft, decoder.proposer.vocab_size)
-    engine = SpeculativeEngine(decoder.target, proposer, 3, decoder.engine.stop_ids)
+    proposer = DraftModelProposer(draft, decoder.target.get_output_embeddings().out_features)
+    engine = SpeculativeEngine(decoder.target, proposer, THREE, decoder.engine.stop_ids)
     completions, traces = engine.generate_ids(prompts[:6], PARAMS)
     assert differences([completion.ids for completion in completions], expected[:6]) == []
     total = sum(traces, Trace())
-    assert low <= sum(total.accepted) / sum(total.reached) <= high
+    assert low <= total.num_accepted / total.num_verified <= high
 
 
 def test_the_text_is_that_of_transformers(
@@ -97,7 +99,7 @@ DEMO_PAIR = Path(__file__).parents[2] / "runs" / "demo-service" / "run" / "pair"
 @pytest.mark.skipif(not DEMO_PAIR.is_dir(), reason="the pair that scripts/demo trains is not there")
 def test_the_demo_s_pair_changes_no_token() -> None:
     params = SamplingParams(max_new_tokens=128)
-    decoder = SpeculativeDecoder.from_pretrained(None, str(DEMO_PAIR), num_draft_tokens=3, dtype="float32")
+    decoder = SpeculativeDecoder.from_pretrained(None, str(DEMO_PAIR), THREE, dtype="float32")
     prompts = decoder.encode_all(heldout_prompts("service")[::2][:NUM_PROMPTS], params)
     reference = [completion.ids for completion in decoder.plain.generate_ids(prompts, params)]
     completions, traces = decoder.engine.generate_ids(prompts, params)

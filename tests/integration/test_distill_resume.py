@@ -73,7 +73,7 @@ def respond_config(target: Path, prompts: Path, output: Path) -> RespondConfig:
         target=str(target),
         prompts=str(prompts),
         output=str(output),
-        sampling=SamplingParams(temperature=1.0, max_new_tokens=40),
+        sampling=SamplingParams(temperature=1.0, max_new_tokens=40, seed=0),
         batch_size=2,
         keep_hidden_states=True,
     )

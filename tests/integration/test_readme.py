@@ -23,7 +23,7 @@ def test_commands_and_program_run(tiny_model_folder: Callable[..., Path], tmp_pa
     assert len(COMMANDS) == 2
     assert len(PROGRAMS) == 1
     shutil.copytree(tiny_model_folder(), tmp_path / "my-model")
-    prompts = [{"prompt": f"Where is order {number} of {number % 3} lamps?"} for number in range(60)]
+    prompts = [{"prompt": f"Where is order {number} of {number % 3} lamps?"} for number in range(100)]
     (tmp_path / "my-prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
     (tmp_path / "program.py").write_text(PROGRAMS[0])
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}

@@ -1,20 +1,27 @@
-"""Greedy fp32: the tokens of plain decoding, whatever the draft, the number drafted and the neighbours in the batch.
+"""Greedy fp32: the tokens of plain decoding, whatever the draft and the number drafted.
 
 And the bookkeeping of it: where a text ends, where each token came from, what was counted.
 """
 
 import copy
+import itertools
+import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from decode import trace as trace_module
+from decode.completion import Completion
+from decode.lookup import CascadeProposer, LookupProposer
 from decode.model import CachedModel, reduce_output_vocabulary
-from decode.params import Completion, SamplingParams
+from decode.params import SamplingParams, SpeculationParams
 from decode.plain import PlainDecoder
-from decode.proposer import DraftModelProposer
-from decode.speculative import SpeculativeEngine, Trace
+from decode.proposer import DraftModelProposer, Proposer
+from decode.speculative import SpeculativeEngine
+from decode.trace import Round, Trace
 
 Build = Callable[..., LlamaForCausalLM]
 NO_STOP: frozenset[int] = frozenset()
@@ -48,16 +55,27 @@ def plain(
     return PlainDecoder(target, stop_ids).generate_ids(prompts, SamplingParams(**params))
 
 
+def engine(
+    target: LlamaForCausalLM,
+    draft: LlamaForCausalLM | Proposer,
+    num_draft_tokens: int | None,
+    stop_ids: frozenset[int] = NO_STOP,
+    **speculation: Any,
+) -> SpeculativeEngine:
+    proposer = DraftModelProposer(draft, VOCAB) if isinstance(draft, LlamaForCausalLM) else draft
+    defaults = dict(num_draft_tokens=num_draft_tokens, never_slower=False)
+    return SpeculativeEngine(target, proposer, SpeculationParams(**defaults | speculation), stop_ids)
+
+
 def speculative(
     target: LlamaForCausalLM,
-    draft: LlamaForCausalLM,
-    num_draft_tokens: int,
+    draft: LlamaForCausalLM | Proposer,
+    num_draft_tokens: int | None,
     prompts: list[list[int]],
     stop_ids: frozenset[int] = NO_STOP,
     **params: int,
 ) -> tuple[list[Completion], list[Trace]]:
-    engine = SpeculativeEngine(target, DraftModelProposer(draft, VOCAB), num_draft_tokens, stop_ids)
-    return engine.generate_ids(prompts, SamplingParams(**params))
+    return engine(target, draft, num_draft_tokens, stop_ids).generate_ids(prompts, SamplingParams(**params))
 
 
 @pytest.mark.parametrize("name", ["identical", "good", "useless"])
@@ -71,23 +89,71 @@ def test_greedy_text_is_that_of_plain_decoding(
     (alone,), (trace_alone,) = speculative(target, drafts[name], num_draft_tokens, PROMPTS[1:2], max_new_tokens=20)
     assert alone.ids == completions[1].ids
     total = sum(traces, trace_alone)
-    share_accepted = sum(total.accepted) / sum(total.reached)
+    assert max(each.num_drafted for each in total.rounds) == num_draft_tokens
+    share_accepted = total.num_accepted / total.num_verified
     # the draft is what its name says, so acceptance and rejection were both exercised
     low, high = {"identical": (1, 1), "good": (0.5, 0.95), "useless": (0, 0.1)}[name]
     assert low <= share_accepted <= high
 
 
-def test_each_row_of_a_batch_is_as_if_alone(target: LlamaForCausalLM, drafts: dict[str, LlamaForCausalLM]) -> None:
-    together = plain(target, PROMPTS, max_new_tokens=24)
-    for prompt, completion in zip(PROMPTS, together, strict=True):
-        assert plain(target, [prompt], max_new_tokens=24)[0].ids == completion.ids
-        (alone,), _ = speculative(target, drafts["good"], 3, [prompt], max_new_tokens=24)
-        assert alone.ids == completion.ids
-    with torch.inference_mode():  # and it is what the model itself says, without any cache of ours
-        ids = list(PROMPTS[0])
-        for _ in range(24):
-            ids.append(int(target(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
-    assert ids[len(PROMPTS[0]) :] == together[0].ids
+@pytest.mark.parametrize("clock", ["real", "erratic"])
+@pytest.mark.parametrize("never_slower", [True, False])
+@pytest.mark.parametrize("name", ["identical", "good", "useless"])
+def test_greedy_text_does_not_depend_on_the_clock(
+    target: LlamaForCausalLM,
+    drafts: dict[str, LlamaForCausalLM],
+    name: str,
+    never_slower: bool,
+    clock: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if clock == "erratic":
+        chance = random.Random(2)
+        times = itertools.accumulate(chance.lognormvariate(0, 1) for _ in itertools.count())
+        monkeypatch.setattr(trace_module, "perf_counter", lambda: next(times))
+    expected = [completion.ids for completion in plain(target, PROMPTS, max_new_tokens=40)]
+    paced = engine(target, drafts[name], None, never_slower=never_slower)
+    total = Trace()
+    for _ in range(3):  # the pacer learns from earlier texts
+        completions, traces = paced.generate_ids(PROMPTS, SamplingParams(max_new_tokens=40))
+        assert [completion.ids for completion in completions] == expected
+        total = sum(traces, total)
+    assert total.num_drafted > 0
+    assert total.num_drafted == sum(each.num_drafted for each in total.rounds)
+    if name == "identical":  # also after rounds without drafts
+        assert total.num_accepted == total.num_drafted
+    if not never_slower:
+        assert total.num_paused == 0
+
+
+@pytest.mark.parametrize("num_draft_tokens", [1, 3, 8])
+@pytest.mark.parametrize("name", ["identical", "good", "useless"])
+def test_lookup_and_cascade_do_not_change_greedy_text(
+    target: LlamaForCausalLM, drafts: dict[str, LlamaForCausalLM], name: str, num_draft_tokens: int
+) -> None:
+    whole = plain(target, PROMPTS, max_new_tokens=30)
+    expected = [completion.ids for completion in whole]
+    # what it says after the first prompt, and the same with every fourth token another
+    said = whole[0].ids
+    reference = [*said, *(token if place % 4 else 5 for place, token in enumerate(whole[1].sequence))]
+    for proposer in (
+        LookupProposer(reference),
+        CascadeProposer(LookupProposer(reference), DraftModelProposer(drafts[name], VOCAB)),
+    ):
+        completions, traces = speculative(target, proposer, num_draft_tokens, PROMPTS, max_new_tokens=30)
+        assert [completion.ids for completion in completions] == expected
+        assert sum(traces, Trace()).num_accepted > 0
+        for completion, trace in zip(completions, traces, strict=True):
+            assert_adds_up(completion, trace)
+
+
+def test_greedy_text_is_what_the_model_says_without_any_cache(target: LlamaForCausalLM) -> None:
+    with torch.inference_mode():
+        for prompt, completion in zip(PROMPTS, plain(target, PROMPTS, max_new_tokens=24), strict=True):
+            ids = list(prompt)
+            for _ in range(24):
+                ids.append(int(target(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+            assert ids[len(prompt) :] == completion.ids
 
 
 def test_a_target_that_forgets_nothing_is_noticed(
@@ -98,7 +164,8 @@ def test_a_target_that_forgets_nothing_is_noticed(
     honest = CachedModel.rollback
 
     def one_too_few(self: CachedModel, lengths: list[int]) -> None:
-        honest(self, [min(new + 1, old) for new, old in zip(lengths, self.lengths, strict=True)])
+        kept = 1 if self.model is target else 0
+        honest(self, [min(new + kept, old) for new, old in zip(lengths, self.lengths, strict=True)])
 
     monkeypatch.setattr(CachedModel, "rollback", one_too_few)
     completions, _ = speculative(target, drafts["good"], 3, PROMPTS, max_new_tokens=20)
@@ -136,11 +203,10 @@ def test_texts_end_exactly_at_max_new_tokens(
 
 def test_one_token_needs_no_draft(target: LlamaForCausalLM, drafts: dict[str, LlamaForCausalLM]) -> None:
     proposer = DraftModelProposer(drafts["good"], VOCAB)
-    engine = SpeculativeEngine(target, proposer, 4, NO_STOP)
-    completions, traces = engine.generate_ids(PROMPTS, SamplingParams(max_new_tokens=1))
-    assert proposer.cached.num_passes == 1  # the prompts; nothing was drafted
-    assert [completion.provenance for completion in completions] == [["bonus"]] * 3
-    assert traces == [Trace(num_target_passes=1, num_committed=1)] * 3
+    completions, traces = speculative(target, proposer, 4, PROMPTS, max_new_tokens=1)
+    assert proposer.cached.lengths == [0] * 3  # a draft that is never asked reads nothing
+    assert [completion.provenance for completion in completions] == [["plain"]] * 3
+    assert [trace.rounds for trace in traces] == [[Round(0, 0, 1)]] * 3
 
 
 def test_a_stop_token_at_the_limit_is_a_stop(target: LlamaForCausalLM, drafts: dict[str, LlamaForCausalLM]) -> None:
@@ -158,13 +224,8 @@ def test_an_identical_draft_commits_gamma_plus_1_a_pass(target: LlamaForCausalLM
     completions, traces = speculative(target, target, num_draft_tokens, PROMPTS, **params)
     for completion, trace in zip(completions, traces, strict=True):
         assert completion.provenance == (["accepted"] * num_draft_tokens + ["bonus"]) * rounds
-        assert trace == Trace(
-            num_target_passes=rounds,
-            reached=[rounds] * num_draft_tokens,
-            accepted=[rounds] * num_draft_tokens,
-            num_drafted=rounds * num_draft_tokens,
-            num_committed=rounds * (num_draft_tokens + 1),
-        )
+        assert trace.rounds == [Round(num_draft_tokens, num_draft_tokens, num_draft_tokens + 1)] * rounds
+        assert trace.reached == trace.accepted == [rounds] * num_draft_tokens
         assert trace.block_efficiency == num_draft_tokens + 1
         assert trace.betas == [1.0] * num_draft_tokens
 
@@ -172,18 +233,26 @@ def test_an_identical_draft_commits_gamma_plus_1_a_pass(target: LlamaForCausalLM
 def assert_adds_up(completion: Completion, trace: Trace) -> None:
     assert len(completion.provenance) == len(completion.ids) == trace.num_committed
     accepted = completion.provenance.count("accepted")
-    from_target = completion.provenance.count("corrected") + completion.provenance.count("bonus")
-    assert accepted == sum(trace.accepted)
+    from_target = len(completion.ids) - accepted
+    assert accepted == trace.num_accepted == sum(trace.accepted)
     # the last round may end the text before its correction or bonus
     assert from_target in (trace.num_target_passes, trace.num_target_passes - 1)
-    assert accepted + from_target == trace.num_committed
-    assert trace.reached == sorted(trace.reached, reverse=True)
-    assert trace.accepted == sorted(trace.accepted, reverse=True)
+    assert trace.num_verified == sum(trace.reached) <= trace.num_drafted
+    for counts in (trace.reached, trace.accepted):
+        assert counts == sorted(counts, reverse=True)
     assert all(accepted <= reached for accepted, reached in zip(trace.accepted, trace.reached, strict=True))
-    # a position is judged when the one before it was accepted, unless the text or the block ends there
-    for here, before in zip(trace.reached[1:], trace.accepted, strict=False):
-        assert before - 1 <= here <= before
-    assert sum(trace.reached) <= trace.num_drafted
+    # round by round: the accepted ones, then one of the target's own, which says why
+    origins = iter(completion.provenance)
+    remaining = completion.params.max_new_tokens
+    for each in trace.rounds:
+        assert each.num_accepted <= each.num_drafted < remaining
+        kept = [next(origins) for _ in range(each.num_committed)]
+        remaining -= each.num_committed
+        last = "plain" if not each.num_drafted else "bonus" if each.num_accepted == each.num_drafted else "corrected"
+        assert kept == [*["accepted"] * each.num_accepted, last][: each.num_committed]
+        if each is not trace.rounds[-1]:
+            assert each.num_committed == each.num_accepted + 1
+    assert next(origins, None) is None
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -194,8 +263,9 @@ def test_provenance_and_trace_add_up(
     stop_ids = frozenset(range(2, 30))  # some rows end early, others do not
     prompts = [[1, 50 + row] for row in range(24)]
     for draft in drafts.values():
-        engine = SpeculativeEngine(target, DraftModelProposer(draft, VOCAB), num_draft_tokens, stop_ids)
-        completions, traces = engine.generate_ids(prompts, SamplingParams(temperature=temperature, max_new_tokens=15))
+        params = SamplingParams(temperature=temperature, max_new_tokens=15)
+        torch.manual_seed(0)
+        completions, traces = engine(target, draft, num_draft_tokens, stop_ids).generate_ids(prompts, params)
         assert {completion.finish_reason for completion in completions} == {"stop", "length"}
         for completion, trace in zip(completions, traces, strict=True):
             assert_adds_up(completion, trace)
@@ -206,8 +276,7 @@ def test_a_draft_of_fewer_tokens_proposes_only_those(target: LlamaForCausalLM) -
     kept = torch.tensor(sorted({token for completion in expected for token in completion.ids[::2]}))
     reduced = copy.deepcopy(target)
     reduce_output_vocabulary(reduced, kept)
-    engine = SpeculativeEngine(target, DraftModelProposer(reduced, VOCAB, kept), 4, NO_STOP)
-    completions, _ = engine.generate_ids(PROMPTS, SamplingParams(max_new_tokens=20))
+    completions, _ = speculative(target, DraftModelProposer(reduced, VOCAB, kept), 4, PROMPTS, max_new_tokens=20)
     for completion, reference in zip(completions, expected, strict=True):
         assert completion.ids == reference.ids
         # the target's choice is drafted, and accepted, exactly where the draft has that token
@@ -217,25 +286,3 @@ def test_a_draft_of_fewer_tokens_proposes_only_those(target: LlamaForCausalLM) -
             elif origin == "corrected":
                 assert token not in kept
         assert "accepted" in completion.provenance
-
-
-@pytest.mark.parametrize("draft_vocab", [VOCAB - 3, VOCAB + 5])
-@pytest.mark.parametrize("temperature", [0.0, 1.5])
-def test_vocabularies_padded_differently_just_work(
-    tiny_llama: Build, target: LlamaForCausalLM, draft_vocab: int, temperature: float
-) -> None:
-    """The draft is the target with fewer or more rows of padding in its embeddings and head."""
-    draft = tiny_llama(seed=0, vocab_size=draft_vocab)
-    weights, same = target.state_dict(), min(draft_vocab, VOCAB)
-    for name, weight in draft.state_dict().items():
-        weight[: min(len(weight), same)] = weights[name][: min(len(weight), same)]
-    params = SamplingParams(temperature=temperature, max_new_tokens=20, seed=3)
-    prompts = [*PROMPTS, [1, VOCAB - 1]]  # the last token means nothing to the smaller draft
-    engine = SpeculativeEngine(target, DraftModelProposer(draft, VOCAB), 3, NO_STOP)
-    completions, traces = engine.generate_ids(prompts, params)
-    total = sum(traces, Trace())
-    assert all(0 <= token < VOCAB for completion in completions for token in completion.ids)
-    if temperature == 0:
-        expected = PlainDecoder(target, NO_STOP).generate_ids(prompts, params)
-        assert [completion.ids for completion in completions] == [completion.ids for completion in expected]
-    assert total.betas[0] > 0.5

@@ -92,7 +92,7 @@ def largest_error(model: PreTrainedModel) -> float:
         for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
             errors.append((logits[row, : end - start] - expected[row][start:end]).abs().max().item())
 
-    cached.prefill([text[:length] for text, length in zip(texts, (6, 1, 8), strict=True)])
+    cached.read([text[:length] for text, length in zip(texts, (6, 1, 8), strict=True)])
     assert cached.lengths == [5, 0, 7]
     feed(6, 3, 8)
     drafted = [[5, 6, 7], [8, 9, 10], [11, 12, 13]]
@@ -225,13 +225,12 @@ def test_rows_leave_and_change_places(tiny_llama: Callable[..., LlamaForCausalLM
     expected = model(input_ids=torch.tensor([[*texts[1], 16]])).logits[0, -1]
     torch.testing.assert_close(logits[1, 0], expected, rtol=0, atol=2e-5)
     assert cached.lengths == [7, 3]
-    assert cached.num_passes == 2
 
 
 def test_rows_can_leave_before_anything_is_fed(tiny_llama: Callable[..., LlamaForCausalLM]) -> None:
     cached = CachedModel(tiny_llama(), 3, CAPACITY)
-    cached.prefill([[5], [6], [7]])  # one token each: nothing to feed
-    assert cached.num_passes == 0
+    cached.read([[5], [6], [7]])  # one token each: nothing to feed
+    assert cached.lengths == [0, 0, 0]
     cached.select_rows([1])
     assert cached.lengths == [0]
     assert cached.forward(torch.tensor([[6]])).shape == (1, 1, 259)

@@ -5,6 +5,7 @@ import logging
 import math
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ def configure(target: Path, prompts: Path, tmp_path: Path) -> Callable[..., Resp
             "target": str(target),
             "prompts": str(prompts),
             "output": str(tmp_path / "responses"),
-            "sampling": SamplingParams(temperature=1.0, max_new_tokens=MAX_NEW_TOKENS),
+            "sampling": SamplingParams(temperature=1.0, max_new_tokens=MAX_NEW_TOKENS, seed=0),
             "batch_size": 3,
         }
         return RespondConfig(**(values | changes))
@@ -165,7 +166,7 @@ def test_the_batch_size_does_not_change_the_text(configure: Callable[..., Respon
 def test_kept_states_are_what_the_head_turned_into_each_token(
     temperature: float, configure: Callable[..., RespondConfig], target: Path
 ) -> None:
-    sampling = SamplingParams(temperature=temperature, max_new_tokens=MAX_NEW_TOKENS)
+    sampling = SamplingParams(temperature=temperature, max_new_tokens=MAX_NEW_TOKENS, seed=0)
     output = respond(configure(keep_hidden_states=True, sampling=sampling))
     assert hidden_states_dtype(str(output)) == torch.float32
     model = AutoModelForCausalLM.from_pretrained(target)
@@ -212,7 +213,7 @@ def test_a_split_is_made_where_the_prompts_have_none(
     config = configure(
         prompts=str(tmp_path / "plain.txt"),
         heldout_fraction=fraction,
-        sampling=SamplingParams(temperature=1.0, max_new_tokens=1),
+        sampling=SamplingParams(temperature=1.0, max_new_tokens=1, seed=0),
     )
     rows = rows_of(respond(config))
     numbers = {split: [int(row["id"].rpartition(":")[2]) - 1 for row in rows[split]] for split in rows}
@@ -372,7 +373,7 @@ OTHER_SETTINGS = {
     "keep_hidden_states": True,
     "heldout_fraction": 0.2,
     "dtype": "bfloat16",
-    "sampling": SamplingParams(temperature=0.9, max_new_tokens=MAX_NEW_TOKENS),
+    "sampling": SamplingParams(temperature=0.9, max_new_tokens=MAX_NEW_TOKENS, seed=0),
 }
 
 
@@ -390,6 +391,38 @@ def test_other_settings_in_the_same_folder_are_refused(
             respond(configure(**{name: value}))
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
     respond(configure())  # the control
+
+
+@pytest.mark.parametrize("state", ["finished", "interrupted"])
+def test_sampling_fields_that_were_not_recorded_had_their_defaults(
+    state: str, configure: Callable[..., RespondConfig], tmp_path: Path
+) -> None:
+    """Responses outlive the release that wrote them, which knew fewer fields."""
+    if state == "finished":
+        folder = respond(configure())
+    else:
+        interrupt_at_batch(2, configure())
+        folder = tmp_path / ".responses.partial"
+    record = json.loads((folder / "respond.json").read_text())
+    known = ("temperature", "top_k", "top_p", "max_new_tokens", "seed")
+    record["settings"]["sampling"] = {name: record["settings"]["sampling"][name] for name in known}
+    (folder / "respond.json").write_text(json.dumps(record))
+    same = configure().sampling
+    for changes in ({"min_p": 0.1}, {"stop": ("x",)}, {"logit_bias": {5: 1.0}}, {"min_new_tokens": 2}, {"seed": 1}):
+        with pytest.raises(ValueError, match=r"^sampling: .* differs from .*, with which .*responses.* was begun; "):
+            respond(configure(sampling=replace(same, **changes)))
+    assert respond(configure()) == tmp_path / "responses"
+
+
+def test_stop_strings_end_responses(configure: Callable[..., RespondConfig]) -> None:
+    config = configure(sampling=replace(configure().sampling, stop=("a", "e", "i", "o", "u", " "), bad_words=("x",)))
+    rows = [row for split in rows_of(respond(config)).values() for row in split]
+    tokenizer = AutoTokenizer.from_pretrained(config.target)
+    ended = {row["finish_reason"] for row in rows}
+    assert ended == {"stop", "length"}
+    for row in rows:
+        answer = [token for token, mask in zip(row["input_ids"], row["response_mask"], strict=True) if mask]
+        assert not set(tokenizer.decode(answer[:-1], skip_special_tokens=True)) & set("aeiou x")
 
 
 @pytest.mark.parametrize("state", ["finished", "interrupted"])
@@ -472,6 +505,7 @@ def test_a_folder_without_response_masks_is_refused(tmp_path: Path) -> None:
         ({"batch_size": 0}, "^batch_size: 0 is not possible"),
         ({"heldout_fraction": 0.0}, "^heldout_fraction: 0.0 is not possible"),
         ({"heldout_fraction": math.nan}, "^heldout_fraction: nan is not possible"),
+        ({"sampling": SamplingParams(temperature=1.0)}, "^sampling.seed: null cannot be resumed; give a number$"),
     ],
 )
 def test_values_that_cannot_be_meant(

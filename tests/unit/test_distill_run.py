@@ -42,7 +42,7 @@ def folders(tiny_model_folder: Callable[..., Path], tmp_path_factory: pytest.Tem
     folder = tmp_path_factory.mktemp("distill")
     target = tiny_model_folder(num_layers=NUM_LAYERS, hidden_size=16, tie_word_embeddings=True)
     (folder / "prompts.txt").write_text("".join(f"Say {number}.\n" for number in range(40)))
-    sampling = SamplingParams(temperature=1.0, max_new_tokens=24)
+    sampling = SamplingParams(temperature=1.0, max_new_tokens=24, seed=0)
     found = {"target": target, "responses": folder / "responses"}
     respond(
         RespondConfig(

@@ -21,7 +21,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from decode.params import Completion, SamplingParams
+from decode.completion import Completion
+from decode.params import SamplingParams
 from decode.plain import PlainDecoder
 from distill.teacher import TeacherHead, collate, final_hidden_states, teacher_signal
 

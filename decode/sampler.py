@@ -1,0 +1,182 @@
+"""Chooses tokens for the rows of a batch: draws what is drafted, judges it, draws what follows."""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .completion import Completion
+from .noise import RowNoise
+from .params import SpeculationParams
+from .penalties import Penalties
+from .sampling import Distribution, LogitsWarper, sample
+from .verify import verify_block, verify_equal, verify_lossy_lenience, verify_lossy_typical, verify_tokenwise
+
+Verifier = Callable[[Distribution, Distribution, Tensor, Tensor, Tensor], tuple[Tensor, Distribution]]
+
+
+class BatchSampler:
+    """Everything that depends on sampling parameters and seeds, for the rows of a batch, one round at a time.
+
+    Args:
+        completions: the rows.
+        seeds, streams: of their noise.
+        speculation: how to draft and verify.
+        device: where the target's logits are.
+    """
+
+    def __init__(
+        self,
+        completions: list[Completion],
+        seeds: list[int],
+        streams: list[int],
+        speculation: SpeculationParams,
+        device: torch.device,
+    ) -> None:
+        self.completions = completions
+        self.speculation = speculation
+        self.device = device
+        self.noise = RowNoise(seeds, streams, device)
+        self._set_up()
+
+    def select_rows(self, rows: list[int]) -> None:
+        """Go on with these rows only, in this order."""
+        self.completions = [self.completions[row] for row in rows]
+        self.noise.select_rows(rows)
+        self._set_up()
+
+    def begin_round(self, num_drafted: int) -> None:
+        """Before the first call of a round that drafts up to so many tokens a row."""
+        starts = np.array([[len(row.ids)] for row in self.completions])
+        steps = np.arange(num_drafted + 1)[None]
+        # where text is a function of the seed, so is the noise at each place of it; elsewhere a round must not meet
+        # the noise of the one before, which its outcome depends on
+        self.token_keys = self.noise.keys("token", starts + steps)
+        draft_keys = self.noise.keys("draft", starts, steps)
+        self.draft_keys = np.where(np.array(self.follows_seed)[:, None], self.token_keys, draft_keys)
+        self.next_keys = self.noise.keys("next", starts)[:, 0]
+        self.coin_keys = self.noise.keys("coin", starts, steps[:, :-1])
+        self.penalties = Penalties(self.completions, self.device) if self.has_penalties else None
+
+    def draft(
+        self, logits: Tensor, drafted: Tensor, token_ids: Tensor | None = None, columns: Tensor | None = None
+    ) -> tuple[Tensor, Distribution]:
+        """Draw the next drafted token of every row.
+
+        Args:
+            logits: [rows, columns] of the draft, after the tokens drafted so far.
+            drafted: int64 [rows, drafted so far].
+            token_ids: int64 [columns], the token of each column; None where column i is token i.
+            columns: int64 [vocab], the inverse; the number of columns for tokens that have none.
+
+        Returns:
+            tokens int64 [rows], and the q they were sampled from, [rows, columns].
+        """
+        scores = logits.unsqueeze(1)
+        if self.penalties:
+            scores = self.penalties(scores, drafted, columns)
+        q = self.draft_warper(scores)[:, 0]
+        if token_ids is not None:
+            q = q.renamed(token_ids)
+        return self._draw(q, self.draft_keys[:, drafted.shape[1]]), q
+
+    def distribution(self, logits: Tensor, drafted: Tensor) -> Distribution:
+        """The target's p at the drafted tokens and after them, from logits [rows, drafted + 1, vocab]."""
+        if self.penalties:
+            logits = self.penalties(logits, drafted)
+        return self.warper(logits)
+
+    def draw(self, p: Distribution) -> Tensor:
+        """Tokens of a pass without drafted ones: from p [rows, 1, columns] to int64 [rows]."""
+        # as `judge` draws for a row that drafted nothing while its neighbours did
+        follows_seed = np.array(self.follows_seed)[:, None]
+        return self._draw(p, np.where(follows_seed, self.token_keys[:, :1], self.next_keys[:, None])).squeeze(1)
+
+    def judge(
+        self, p: Distribution, q: Distribution | None, drafted: Tensor, num_drafted: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """How many drafted tokens of each row are accepted, and the token that follows them.
+
+        Args:
+            p: [rows, drafted + 1, columns].
+            q: [rows, drafted, columns]; may be None when no row needs it.
+            drafted: int64 [rows, drafted].
+            num_drafted: int64 [rows].
+        """
+        width = drafted.shape[1]  # of a proposal that may be shorter than was asked for
+        token_keys, coin_keys = self.token_keys[:, : width + 1], self.coin_keys[:, :width]
+        if all(self.follows_seed):
+            return self._judge_equal(p, drafted, num_drafted, token_keys)
+        assert q is not None
+        if not any(self.follows_seed):
+            return self._judge_by_coins(p, q, drafted, num_drafted, coin_keys, self.next_keys)
+        num_accepted, next_tokens = torch.zeros_like(num_drafted), torch.zeros_like(num_drafted)
+        seeded = np.array(self.follows_seed)
+        here = torch.from_numpy(seeded).to(self.device)
+        num_accepted[here], next_tokens[here] = self._judge_equal(
+            p[here], drafted[here], num_drafted[here], token_keys[seeded]
+        )
+        here, coined = ~here, ~seeded
+        num_accepted[here], next_tokens[here] = self._judge_by_coins(
+            p[here], q[here], drafted[here], num_drafted[here], coin_keys[coined], self.next_keys[coined]
+        )
+        return num_accepted, next_tokens
+
+    def _set_up(self) -> None:
+        params = [row.params for row in self.completions]
+        verification, lossy = self.speculation.verification, self.speculation.lossy
+        # greedy text needs no coin: the target's choice is a function of the text
+        self.follows_seed = [
+            each.temperature == 0
+            or (lossy is None and (verification == "seeded" or (verification == "auto" and each.seed is not None)))
+            for each in params
+        ]
+        self.has_penalties = any(each.has_penalties for each in params)
+        self.needs_q = not all(self.follows_seed)
+        temperatures = [each.temperature for each in params]
+        top_k, top_p = [each.top_k for each in params], [each.top_p for each in params]
+        min_p = [each.min_p for each in params]
+        self.warper = LogitsWarper(temperatures, top_k, top_p, min_p, self.device)
+        if (own := self.speculation.draft_temperature) is not None:
+            temperatures = [own] * len(params)
+        self.draft_warper = LogitsWarper(temperatures, top_k, top_p, min_p, self.device, exact=False)
+
+    def _judge_equal(
+        self, p: Distribution, drafted: Tensor, num_drafted: Tensor, keys: np.ndarray
+    ) -> tuple[Tensor, Tensor]:
+        tokens = self._draw(p, keys)
+        num_accepted = verify_equal(tokens, drafted, num_drafted)
+        return num_accepted, tokens.gather(1, num_accepted.unsqueeze(1)).squeeze(1)
+
+    def _judge_by_coins(
+        self,
+        p: Distribution,
+        q: Distribution,
+        drafted: Tensor,
+        num_drafted: Tensor,
+        coin_keys: np.ndarray,
+        next_keys: np.ndarray,
+    ) -> tuple[Tensor, Tensor]:
+        coins = self.noise.uniforms(coin_keys)
+        num_accepted, weights = self._verify(p, q, drafted, num_drafted, coins)
+        return num_accepted, self._draw(weights, next_keys)
+
+    def _verify(
+        self, p: Distribution, q: Distribution, drafted: Tensor, num_drafted: Tensor, coins: Tensor
+    ) -> tuple[Tensor, Distribution]:
+        if (lenience := self.speculation.lossy_lenience) is not None:
+            return verify_lossy_lenience(p, q, drafted, num_drafted, coins, lenience)
+        if (epsilon := self.speculation.lossy_typical) is not None:
+            return verify_lossy_typical(p, drafted, num_drafted, epsilon)
+        verify: Verifier = verify_tokenwise if self.speculation.verification == "tokenwise" else verify_block
+        return verify(p, q, drafted, num_drafted, coins)
+
+    def _draw(self, weights: Distribution, keys: np.ndarray) -> Tensor:
+        num_columns = weights.probabilities.shape[-1]
+        if num_columns == 1 and weights.token_ids is not None:
+            return weights.token_ids.squeeze(-1)
+        ids = weights.token_ids
+        if ids is None:
+            ids = torch.arange(num_columns, device=weights.probabilities.device)
+        return sample(weights, self.noise.exponentials(keys, ids))
