@@ -181,7 +181,7 @@ def read(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
     monkeypatch.setattr(console, "_configure_logging", lambda: None)
 
     def read(*arguments: str) -> GenerateConfig:
-        assert cli.main(["generate", "--prompt", "x", *arguments]) == 0, capsys.readouterr().err
+        assert cli.main(["generate", "--pair", "p", "--prompt", "x", *arguments]) == 0, capsys.readouterr().err
         return received.pop()
 
     return read
@@ -213,7 +213,7 @@ def test_every_field_can_be_given(name: str, form: str, read: Any, tmp_path: Pat
     config = read(*arguments, *more)
     assert value_of(config, name) == value
     assert type(value_of(config, name)) is type(value)
-    assert value != value_of(GenerateConfig(prompt="x"), name)
+    assert value != value_of(GenerateConfig(pair="p", prompt="x"), name)
 
 
 @pytest.mark.parametrize("name", NULLS)
