@@ -162,8 +162,10 @@ class Detokenizer:
             return ""
         new = text[len(self.shown) :]
         if text:  # a first token that is only a space may leave none to lean on
-            self.known, self.pending = (self.known + self.pending)[-MAX_INCOMPLETE_TOKENS:], []
-            self.shown = self._decoded()
+            self.known, self.pending, self.shown = self.known + self.pending, [], text
+            if len(self.known) > 2 * MAX_INCOMPLETE_TOKENS:
+                self.known = self.known[-MAX_INCOMPLETE_TOKENS:]
+                self.shown = self._decoded()
         return new
 
     def flush(self) -> str:

@@ -81,8 +81,8 @@ def measure_costs(
     prompt = (prompt * math.ceil(context_length / len(prompt)))[:context_length]
     params = replace(params, max_new_tokens=max_draft_tokens + 1, min_new_tokens=0)
     row = Completion(prompt, params, tokenizer=decoder.tokenizer)
-    sampler = BatchSampler([row], [0], [0], decoder.engine.speculation, target_model.device)
     target = CachedModel(target_model, 1, context_length + max_draft_tokens + 1, max_draft_tokens)
+    sampler = BatchSampler([row], [0], [0], decoder.engine.speculation, target_model.device, target.vocab_size)
     target.read([prompt])
     proposer.start([prompt], target)
 

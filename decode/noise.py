@@ -3,6 +3,8 @@
 Nothing is drawn from a stream, so what one row or one round uses cannot shift what another one gets.
 """
 
+from functools import lru_cache
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -22,10 +24,14 @@ class RowNoise:
         seeds: one per row.
         streams: a number per row that tells apart rows with the same seed.
         device: where the noise is wanted.
+        vocab_size: above all token ids; spares work that is the same for every key.
     """
 
-    def __init__(self, seeds: list[int], streams: list[int], device: torch.device) -> None:
+    def __init__(
+        self, seeds: list[int], streams: list[int], device: torch.device, vocab_size: int | None = None
+    ) -> None:
         self.device = device
+        self.spread = _all_spread(vocab_size, device) if vocab_size else None
         sequences = [
             np.random.SeedSequence(seed, spawn_key=(stream,)) for seed, stream in zip(seeds, streams, strict=True)
         ]
@@ -54,7 +60,7 @@ class RowNoise:
         """
         halves = torch.from_numpy(keys.astype(np.uint64)[..., None].view(np.int32)).to(self.device)
         first, second = halves[..., :1], halves[..., 1:] | 1
-        spread = _mixed_32(token_ids.to(torch.int32) * GOLDEN_32)
+        spread = _spread(token_ids) if self.spread is None else self.spread[token_ids]
         if spread.ndim > 1 or keys.size <= ROWS_AT_A_TIME:
             return _exponentials(spread, first, second)
         chunks = zip(*(torch.split(half.reshape(-1, 1), ROWS_AT_A_TIME) for half in (first, second)), strict=True)
@@ -64,11 +70,23 @@ class RowNoise:
         self.states = self.states[rows]
 
 
+@lru_cache(maxsize=8)
+def _all_spread(vocab_size: int, device: torch.device) -> Tensor:
+    return _spread(torch.arange(vocab_size, device=device))
+
+
+def _spread(token_ids: Tensor) -> Tensor:
+    """Neighbouring ids far apart, int32."""
+    return _mixed_32(token_ids.to(torch.int32) * GOLDEN_32)
+
+
 def _exponentials(spread: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    mixed = _mixed_32((spread ^ first) * second)
-    # 31 bits, of which small numbers keep them all: it is the short times that decide who is first
-    uniforms = ((mixed >> 1) & 0x7FFFFFFF).float().add_(0.5).mul_(2**-31).clamp_max_(1 - 2**-24)
-    return uniforms.neg_().log1p_().neg_()
+    mixed = (spread ^ first).mul_(second)
+    mixed = (mixed ^ ((mixed >> 15) & 0x1FFFF)).mul_(MIX_2)
+    mixed ^= (mixed >> 16) & 0xFFFF
+    # 31 bits, of which small numbers keep them all: it is the short times that decide who is first; without one of
+    # them, which a large number would round up to 2^31
+    return (mixed & 0x7FFFFF7F).float().add_(0.5).mul_(-(2**-31)).log1p_().neg_()
 
 
 def _mixed(keys: np.ndarray) -> np.ndarray:

@@ -3,7 +3,7 @@
 import logging
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from statistics import fmean, median_low, stdev
+from statistics import fmean, median_low
 
 from .params import SpeculationParams
 from .trace import Round, Seconds
@@ -39,21 +39,20 @@ class Costs:
         else:
             self.plain.append(seconds.total)
 
-    def round(self, num_drafted: int) -> float:
-        """Expected seconds of a round that drafts."""
-        return num_drafted * median_low(self.draft_step) + self._target_pass(num_drafted + 1) + median_low(self.rest)
+    def rounds(self, most: int) -> list[float]:
+        """Expected seconds of rounds that draft 1, 2, … tokens.
 
-    def _target_pass(self, num_tokens: int) -> float:
-        """Of a pass over num_tokens; where it was not measured enough, of the next shorter one that was.
-
-        Such optimism tries a pass that might pay, and so finds the steps that a line between two others would hide.
+        A pass over more tokens than were measured enough is taken to cost what the next shorter one does: such optimism
+        tries a pass that might pay, and so finds the steps that a line between two others would hide.
         """
-        most = max(map(len, self.passes.values()))
-        known = {
-            size: median_low(seconds) for size, seconds in self.passes.items() if len(seconds) >= min(ENOUGH, most)
-        }
-        below = [size for size in known if size <= num_tokens]
-        return known[max(below) if below else min(known)]
+        enough = min(ENOUGH, max(map(len, self.passes.values())))
+        known = {size: median_low(seconds) for size, seconds in self.passes.items() if len(seconds) >= enough}
+        step, rest = median_low(self.draft_step), median_low(self.rest)
+        target_pass, rounds = known[min(known)], []
+        for num_drafted in range(most + 1):
+            target_pass = known.get(num_drafted + 1, target_pass)
+            rounds.append(num_drafted * step + target_pass + rest)
+        return rounds[1:]
 
 
 class Regime:
@@ -61,6 +60,8 @@ class Regime:
 
     def __init__(self) -> None:
         self.costs = Costs()
+        # tokens per second to be expected of rounds that draft 1, 2, … tokens; empty before the first one
+        self.rates: list[float] = []
         # of recent rounds, what plain decoding would have taken over what they took
         self.gains: deque[float] = deque(maxlen=ROUNDS_REMEMBERED)
         self.num_rounds_since_plain = 0
@@ -79,16 +80,24 @@ class Regime:
             self.num_paused_rounds_left -= 1
             self.probing = True
 
-    def drafted(self, tokens_per_row: float, seconds: float) -> None:
-        """Pause when rounds gain less than plain passes, beyond doubt or for long."""
+    def drafted(self, tokens_per_row: float, seconds: float, expected_rate: float) -> None:
+        """Pause when rounds gain less than plain passes: for long, or beyond doubt and as is to be expected.
+
+        Args:
+            tokens_per_row: committed in this round, a mean over rows.
+            seconds: of this round.
+            expected_rate: tokens per second and row, by the acceptance and costs of many rounds.
+        """
         self.num_rounds_since_plain += 1
         if not self.costs.plain:
             return
-        self.gains.append(tokens_per_row * median_low(self.costs.plain) / seconds)
-        if len(self.gains) < (ROUNDS_OF_PROBE if self.probing else ROUNDS_BEFORE_PAUSE):
+        plain = median_low(self.costs.plain)
+        self.gains.append(tokens_per_row * plain / seconds)
+        count, gain = len(self.gains), fmean(self.gains)
+        if count < (ROUNDS_OF_PROBE if self.probing else ROUNDS_BEFORE_PAUSE):
             return
-        gain, doubt = fmean(self.gains), stdev(self.gains) / len(self.gains) ** 0.5
-        if gain + DOUBTS * doubt < 1 or (gain < 1 and len(self.gains) == ROUNDS_REMEMBERED):
+        doubt = (fmean((each - gain) ** 2 for each in self.gains) / (count - 1)) ** 0.5
+        if (gain + DOUBTS * doubt < 1 and expected_rate * plain < 1) or (gain < 1 and count == ROUNDS_REMEMBERED):
             logger.info(
                 "speculation gives %.2f of plain decoding's speed here: %d tokens without it, then a new try",
                 gain,
@@ -96,7 +105,7 @@ class Regime:
             )
             self.num_paused_rounds_left, self.pause = self.pause, min(2 * self.pause, LONGEST_PAUSE)
             self.gains.clear()
-        elif self.probing and len(self.gains) >= ROUNDS_BEFORE_PAUSE:
+        elif self.probing and count >= ROUNDS_BEFORE_PAUSE:
             self.probing, self.pause = False, PAUSE
 
 
@@ -134,9 +143,9 @@ class Pacer:
             return 0
         if fixed is not None:
             return min(fixed, most)
-        if not regime.costs.draft_step:
+        if not regime.rates:
             return min(NUM_DRAFT_TOKENS, self.speculation.max_draft_tokens, most)
-        return min(self._best(regime.costs), most)
+        return min(regime.rates.index(max(regime.rates)) + 1, most)
 
     def observe(self, num_rows: int, num_drafted: int, rounds: list[Round], seconds: Seconds) -> None:
         """Learn from a round: what each row drafted, accepted and committed, and the seconds all of it took."""
@@ -146,7 +155,10 @@ class Pacer:
             regime.passed_plainly()
             return
         self._count_acceptance(num_drafted, rounds)
-        regime.drafted(fmean(each.num_committed for each in rounds), seconds.total)
+        regime.rates = rates = self._rates(regime.costs)
+        fixed = self.speculation.num_draft_tokens
+        expected = max(rates) if fixed is None else rates[fixed - 1]
+        regime.drafted(fmean(each.num_committed for each in rounds), seconds.total, expected)
 
     def betas(self, num_positions: int) -> list[float]:
         """Estimated acceptance at each position, given that it is reached."""
@@ -161,14 +173,15 @@ class Pacer:
             betas.append((accepted + PRIOR_WEIGHT * prior) / (reached + PRIOR_WEIGHT))
         return betas
 
-    def _best(self, costs: Costs) -> int:
-        best, best_rate, reached, tokens = 1, 0.0, 1.0, 1.0
-        for num_drafted, beta in enumerate(self.betas(self.speculation.max_draft_tokens), start=1):
+    def _rates(self, costs: Costs) -> list[float]:
+        """Expected tokens per second and row of rounds that draft 1, 2, … tokens."""
+        most = self.speculation.num_draft_tokens or self.speculation.max_draft_tokens
+        reached, tokens, rates = 1.0, 1.0, []
+        for beta, seconds in zip(self.betas(most), costs.rounds(most), strict=True):
             reached *= beta
             tokens += reached
-            if (rate := tokens / costs.round(num_drafted)) > best_rate:
-                best, best_rate = num_drafted, rate
-        return best
+            rates.append(tokens / seconds)
+        return rates
 
     def _count_acceptance(self, num_drafted: int, rounds: list[Round]) -> None:
         missing = num_drafted - len(self.reached)

@@ -24,6 +24,7 @@ class BatchSampler:
         seeds, streams: of their noise.
         speculation: how to draft and verify.
         device: where the target's logits are.
+        vocab_size: their width.
     """
 
     def __init__(
@@ -33,11 +34,12 @@ class BatchSampler:
         streams: list[int],
         speculation: SpeculationParams,
         device: torch.device,
+        vocab_size: int | None = None,
     ) -> None:
         self.completions = completions
         self.speculation = speculation
         self.device = device
-        self.noise = RowNoise(seeds, streams, device)
+        self.noise = RowNoise(seeds, streams, device, vocab_size)
         self._set_up()
 
     def select_rows(self, rows: list[int]) -> None:
@@ -48,16 +50,22 @@ class BatchSampler:
 
     def begin_round(self, num_drafted: int) -> None:
         """Before the first call of a round that drafts up to so many tokens a row."""
+        self.penalties = Penalties(self.completions, self.device) if self.has_penalties else None
+        if not self.needs_noise:
+            nothing = np.zeros((len(self.completions), num_drafted + 1), dtype=np.uint64)
+            self.token_keys = self.draft_keys = self.coin_keys = nothing
+            self.next_keys = nothing[:, 0]
+            return
         starts = np.array([[len(row.ids)] for row in self.completions])
         steps = np.arange(num_drafted + 1)[None]
         # where text is a function of the seed, so is the noise at each place of it; elsewhere a round must not meet
         # the noise of the one before, which its outcome depends on
-        self.token_keys = self.noise.keys("token", starts + steps)
-        draft_keys = self.noise.keys("draft", starts, steps)
-        self.draft_keys = np.where(np.array(self.follows_seed)[:, None], self.token_keys, draft_keys)
+        self.draft_keys = self.token_keys = self.noise.keys("token", starts + steps)
+        if not all(self.follows_seed):
+            draft_keys = self.noise.keys("draft", starts, steps)
+            self.draft_keys = np.where(np.array(self.follows_seed)[:, None], self.token_keys, draft_keys)
         self.next_keys = self.noise.keys("next", starts)[:, 0]
         self.coin_keys = self.noise.keys("coin", starts, steps[:, :-1])
-        self.penalties = Penalties(self.completions, self.device) if self.has_penalties else None
 
     def draft(
         self, logits: Tensor, drafted: Tensor, token_ids: Tensor | None = None, columns: Tensor | None = None
@@ -132,6 +140,7 @@ class BatchSampler:
             or (lossy is None and (verification == "seeded" or (verification == "auto" and each.seed is not None)))
             for each in params
         ]
+        self.needs_noise = any(each.temperature for each in params) or bool(self.speculation.draft_temperature)
         self.has_penalties = any(each.has_penalties for each in params)
         self.needs_q = not all(self.follows_seed)
         temperatures = [each.temperature for each in params]

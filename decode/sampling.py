@@ -13,7 +13,8 @@ from torch import Tensor
 # columns beyond the k-th, for tokens that tie with it: transformers keeps them all, and bf16 logits often tie
 SPARE_COLUMNS = 14
 # a nucleus is looked for among so many tokens before the whole vocabulary is sorted
-NUCLEUS_COLUMNS = (512, 4096)
+NUCLEUS_COLUMNS = (128, 1024, 8192)
+DRAFT_NUCLEUS_COLUMNS = 256
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,7 @@ class _Whole:
         self.temperature = None if bool((temperature == 1).all()) else temperature.float()
         self.top_k = top_k.long()
         self.top_p = None if bool((top_p == 1).all()) else top_p.float()
+        self.some_keep_all = bool((top_p == 1).any())
         self.min_p = None if bool((min_p == 0).all()) else min_p.float()
 
     def __call__(self, logits: Tensor) -> Distribution:
@@ -151,7 +153,9 @@ class _Whole:
         if self.top_p is not None:
             cumulative = probabilities.cumsum(dim=-1)
             last = (cumulative < self.top_p).sum(dim=-1, keepdim=True).clamp_max(probabilities.shape[-1] - 1)
-            outside = (probabilities < probabilities.gather(-1, last)) & (self.top_p < 1)
+            outside = probabilities < probabilities.gather(-1, last)
+            if self.some_keep_all:
+                outside &= self.top_p < 1
             probabilities = probabilities.masked_fill(outside, 0.0)
         if self.min_p is not None:
             outside = probabilities < self.min_p * probabilities.amax(dim=-1, keepdim=True)
@@ -192,15 +196,13 @@ class _TopK(_Whole):
 class _Nucleus(_Whole):
     def __call__(self, logits: Tensor) -> Distribution:
         assert self.top_p is not None
-        scores, vocab_size = self.scaled(logits), logits.shape[-1]
-        log_total = scores.logsumexp(dim=-1, keepdim=True)
-        for num_columns in (*NUCLEUS_COLUMNS, vocab_size):
-            values, ids = _largest(scores, min(num_columns, vocab_size))
-            probabilities = (values - log_total).exp()
-            if not self.exact or values.shape[-1] == vocab_size:
+        everything, vocab_size = self.scaled(logits).softmax(dim=-1), logits.shape[-1]
+        for num_columns in (*NUCLEUS_COLUMNS, vocab_size) if self.exact else (DRAFT_NUCLEUS_COLUMNS,):
+            probabilities, ids = _largest(everything, min(num_columns, vocab_size))
+            if not self.exact or probabilities.shape[-1] == vocab_size:
                 break
             # the nucleus must end before the tokens that tie with the last column, which may have more like it outside
-            inside = torch.where(values > values[..., -1:], probabilities, 0.0).sum(dim=-1, keepdim=True)
+            inside = torch.where(probabilities > probabilities[..., -1:], probabilities, 0.0).sum(dim=-1, keepdim=True)
             if bool((inside >= self.top_p).all()):
                 break
         return Distribution(self.truncated(probabilities), ids)

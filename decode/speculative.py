@@ -111,7 +111,7 @@ class SpeculativeEngine:
         speculation = self.speculation
         spare = (speculation.num_draft_tokens or speculation.max_draft_tokens) if self.proposer else 0
         target = CachedModel(self.target, len(completions), capacity, spare)
-        sampler = BatchSampler(completions, *_seeds(completions, streams), speculation, device)
+        sampler = BatchSampler(completions, *_seeds(completions, streams), speculation, device, target.vocab_size)
         active = list(range(len(completions)))
         sequences = [row.sequence for row in completions]
         target.read(sequences)

@@ -38,11 +38,10 @@ def verify_tokenwise(
     Returns:
         num_accepted, in 0..num_drafted, and the weights [rows, columns] of the token to commit after them.
     """
-    q = _zero_beyond(q, num_drafted)
     # u < p/q without the division; u = 0 makes it false at p = 0, as it must be
     passed = coins * q.of(drafted_tokens) < p[:, :-1].of(drafted_tokens)
     num_accepted = _leading(passed & _is_drafted(drafted_tokens, num_drafted))
-    return num_accepted, _residual(p, q, num_accepted)
+    return num_accepted, _residual(p, q, num_drafted, num_accepted)
 
 
 def verify_block(
@@ -60,26 +59,21 @@ def verify_block(
 
     Args and returns: as for `verify_tokenwise`.
     """
-    width = drafted_tokens.shape[1]
-    if width == 0:
-        return torch.zeros_like(num_drafted), p[:, 0]
-    q = _zero_beyond(q, num_drafted)
-    drafted = _is_drafted(drafted_tokens, num_drafted)
-    q_drafted = q.of(drafted_tokens)
-    ratios = torch.where(drafted, p[:, :-1].of(drafted_tokens) / torch.where(drafted, q_drafted, 1.0), 0.0)
-    reached = torch.ones(len(ratios), width + 1, device=ratios.device)
-    for position in range(width):
-        reached[:, position + 1] = (reached[:, position] * ratios[:, position]).clamp_max(1)
-    after = reached[:, 1:]
-    left_over = p[:, 1:].excess(_next_of(q), after).sum(dim=-1)
+    ratios = p[:, :-1].of(drafted_tokens) / q.of(drafted_tokens)
+    ratios = torch.where(_is_drafted(drafted_tokens, num_drafted), ratios, 0.0)
+    reached = [torch.ones_like(num_drafted, dtype=torch.float32)]
+    for ratio in ratios.unbind(dim=1):
+        reached.append((reached[-1] * ratio).clamp_max(1))
+    probability = torch.stack(reached, dim=1)
+    left_over = p.excess(_with_zeros(q, num_drafted), probability)
+    mass = left_over.sum(dim=-1)
     # p_i = 1 makes h_i = 1, unless there is nothing left to draw from, when the token after is the next one's concern
-    passing = left_over / (left_over + (1 - after)).clamp_min(SMALLEST_MASS)
+    passing = mass / (mass + (1 - probability)).clamp_min(SMALLEST_MASS)
     # u in [0, 1) stands for 1 - u in the paper: u < h has probability h, and h = 0, as beyond the drafted, never passes
-    passed = coins < passing
-    positions = torch.arange(1, width + 1, device=passed.device)
-    num_accepted = torch.where(passed, positions, 0).amax(dim=1)
-    rows = torch.arange(len(passed), device=passed.device)
-    return num_accepted, _residual(p, q, num_accepted, reached[rows, num_accepted])
+    positions = torch.arange(1, len(reached), device=coins.device)
+    num_accepted = torch.nn.functional.pad((coins < passing[:, 1:]) * positions, (1, 0)).amax(dim=1)
+    here = torch.arange(len(coins), device=coins.device), num_accepted
+    return num_accepted, _or_p(left_over[here], mass[here], p[here])
 
 
 def verify_equal(
@@ -117,11 +111,10 @@ def verify_lossy_lenience(
         lenience: in (0, 1]; 1 is `verify_tokenwise`.
         others, and returns: as for `verify_tokenwise`.
     """
-    q = _zero_beyond(q, num_drafted)
     lenient = Distribution(q.probabilities * lenience, q.token_ids)
     passed = coins * lenient.of(drafted_tokens) < p[:, :-1].of(drafted_tokens)
     num_accepted = _leading(passed & _is_drafted(drafted_tokens, num_drafted))
-    return num_accepted, _residual(p, lenient, num_accepted)
+    return num_accepted, _residual(p, lenient, num_drafted, num_accepted)
 
 
 def verify_lossy_typical(
@@ -149,18 +142,14 @@ def _is_drafted(drafted_tokens: Tensor, num_drafted: Tensor) -> Tensor:
     return torch.arange(drafted_tokens.shape[1], device=num_drafted.device) < num_drafted.unsqueeze(1)
 
 
-def _zero_beyond(q: Distribution, num_drafted: Tensor) -> Distribution:
-    positions = torch.arange(q.probabilities.shape[1], device=num_drafted.device)
-    beyond = positions >= num_drafted.unsqueeze(1)
-    return Distribution(q.probabilities.masked_fill(beyond.unsqueeze(2), 0.0), q.token_ids)
-
-
-def _next_of(q: Distribution) -> Distribution:
-    """q one position on; zero behind the last."""
-    probabilities = torch.nn.functional.pad(q.probabilities[:, 1:], (0, 0, 0, 1))
-    if q.token_ids is None or q.token_ids.ndim == 1:
-        return Distribution(probabilities, q.token_ids)
-    return Distribution(probabilities, torch.cat([q.token_ids[:, 1:], q.token_ids[:, :1]], dim=1))
+def _with_zeros(q: Distribution, num_drafted: Tensor) -> Distribution:
+    """q, and zero where a row drafted nothing and at one position behind them all."""
+    probabilities = torch.nn.functional.pad(q.probabilities, (0, 0, 0, 1))
+    beyond = torch.arange(probabilities.shape[1], device=num_drafted.device) >= num_drafted.unsqueeze(1)
+    ids = q.token_ids
+    if ids is not None and ids.ndim > 1:
+        ids = torch.nn.functional.pad(ids, (0, 0, 0, 1))
+    return Distribution(probabilities.masked_fill(beyond.unsqueeze(2), 0.0), ids)
 
 
 def _leading(passed: Tensor) -> Tensor:
@@ -168,17 +157,14 @@ def _leading(passed: Tensor) -> Tensor:
     return passed.long().cumprod(dim=1).sum(dim=1)
 
 
-def _residual(p: Distribution, q: Distribution, num_accepted: Tensor, scale: Tensor | None = None) -> Distribution:
-    """(scale * p - q)+ at the position after the accepted tokens; p itself where rounding leaves nothing."""
-    rows = torch.arange(len(num_accepted), device=num_accepted.device)
-    last = q.probabilities.shape[1] - 1
-    p_next = p[rows, num_accepted]
-    if last < 0:
-        return p_next
-    q_next = q[rows, num_accepted.clamp_max(last)]
-    # past the last drafted token nothing was proposed
-    everything = (num_accepted > last).unsqueeze(1)
-    q_next = Distribution(q_next.probabilities.masked_fill(everything, 0.0), q_next.token_ids)
-    weights = p_next.excess(q_next, scale)
-    weights = torch.where(weights.sum(dim=1, keepdim=True) >= SMALLEST_MASS, weights, p_next.probabilities)
-    return Distribution(weights, p_next.token_ids)
+def _residual(p: Distribution, q: Distribution, num_drafted: Tensor, num_accepted: Tensor) -> Distribution:
+    """(p - q)+ at the position after the accepted tokens."""
+    here = torch.arange(len(num_accepted), device=num_accepted.device), num_accepted
+    left_over = p[here].excess(_with_zeros(q, num_drafted)[here])
+    return _or_p(left_over, left_over.sum(dim=1), p[here])
+
+
+def _or_p(left_over: Tensor, mass: Tensor, p: Distribution) -> Distribution:
+    """Weights left over, or p itself where rounding leaves nothing."""
+    weights = torch.where(mass.unsqueeze(1) >= SMALLEST_MASS, left_over, p.probabilities)
+    return Distribution(weights, p.token_ids)
