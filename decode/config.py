@@ -22,6 +22,7 @@ class GenerateConfig:
         raw: continue the prompt as it stands, without the chat template
         stream: print the text while it is generated
         show_accepted: colour the text by where it came from: drafted and accepted, corrected, bonus
+        json: print a JSON object per prompt: text, tokens and where each came from, log-probabilities, counts
         dtype: of both models; auto keeps each checkpoint's
         draft_dtype: of the draft, when it is another
     """
@@ -35,6 +36,7 @@ class GenerateConfig:
     raw: bool = False
     stream: bool = False
     show_accepted: bool = False
+    json: bool = False
     dtype: Dtype = "auto"
     draft_dtype: Dtype | None = None
 
@@ -51,6 +53,10 @@ class GenerateConfig:
             raise ValueError("prompt: given together with prompts; give one of them")
         if self.prompt is not None and not self.prompt.strip():
             raise ValueError("prompt: is empty; give some text")
+        if self.json and (self.stream or self.show_accepted):
+            raise ValueError("json: is printed when a text is finished; leave stream and show_accepted out")
+        if self.sampling.logprobs is not None and not self.json:
+            raise ValueError("sampling.logprobs: only --json shows them")
 
 
 @dataclass(frozen=True, kw_only=True)

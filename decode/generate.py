@@ -1,16 +1,18 @@
 """`spec-decode generate`: prompts in, text out."""
 
+import json
 import logging
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from time import perf_counter
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
 from .config import GenerateConfig
-from .decoder import Piece, SpeculativeDecoder
+from .decoder import Chat, Generation, Piece, SpeculativeDecoder
 from .params import SamplingParams
 from .prompts import Prompt, as_messages, load_prompts, read_stdin
 from .trace import Trace
@@ -37,19 +39,22 @@ def generate(config: GenerateConfig) -> None:
         legend = Text("drafted and accepted", STYLES["accepted"]) + Text(", ") + Text("corrected", STYLES["corrected"])
         console.print(legend + Text(", ") + Text("bonus", STYLES["bonus"]) + Text("\n"))
     for number, prompt in enumerate(prompts):
-        if len(prompts) > 1:
+        if len(prompts) > 1 and not config.json:
             console.print(Text(("\n" if number else "") + f"# {prompt.id}", "bold"))
         # another seed each, so that prompts do not share their luck
         seed = config.sampling.seed
         params = config.sampling if seed is None else replace(config.sampling, seed=seed + number)
-        _answer(decoder, prompt, params, config, console)
+        content = prompt.messages[0]["content"] if config.raw else prompt.messages
+        if config.json:
+            print(json.dumps({"id": prompt.id, **_figures(decoder.generate([content], params, raw=config.raw)[0])}))
+        else:
+            _answer(decoder, content, params, config, console)
 
 
 def _answer(
-    decoder: SpeculativeDecoder, prompt: Prompt, params: SamplingParams, config: GenerateConfig, console: Console
+    decoder: SpeculativeDecoder, content: Chat, params: SamplingParams, config: GenerateConfig, console: Console
 ) -> None:
     trace, started = Trace(), perf_counter()
-    content = prompt.messages[0]["content"] if config.raw else prompt.messages
     pieces: Iterable[Piece] = decoder.stream(content, params, trace, raw=config.raw)
     for piece in pieces if config.stream else list(pieces):
         if config.show_accepted:
@@ -71,6 +76,15 @@ def _answer(
         logger.info("%d tokens were decoded plainly: speculation was slower", trace.num_paused)
     if (lossy := config.speculation.lossy) and params.temperature:
         logger.info("lossy (%s): the text does not follow the target's distribution", lossy)
+
+
+def _figures(answer: Generation) -> dict[str, Any]:
+    """All that is known of an answer, as JSON values; pairs instead of an object where keys are token ids."""
+    return {
+        **vars(answer),
+        "logprobs": [{"chosen": each.chosen, "top": list(each.top.items())} for each in answer.logprobs],
+        "trace": answer.trace.figures(),
+    }
 
 
 def _prompts(config: GenerateConfig) -> list[Prompt]:

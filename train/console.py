@@ -48,6 +48,7 @@ class Parser(jsonargparse.ArgumentParser):
     ) -> jsonargparse.Namespace:
         """Also takes hyphens for underscores in names of options, and `--flag` for `--flag true`."""
         given = list(sys.argv[1:] if args is None else args)
+        self.command = given[0] if given else None
         return super().parse_args(list(_spelled_out(given, set(_flags(self)))), *more, **options)
 
     def _plain(self, message: str) -> str:
@@ -59,7 +60,9 @@ class Parser(jsonargparse.ArgumentParser):
             return line
         name = unknown["argument"] or unknown["option"] or unknown["nested"]
         key = f"{unknown['group']}.{name}" if unknown["group"] else name
-        nearest = difflib.get_close_matches(key, set(_keys(self)), n=1, cutoff=0.0)
+        # a key of another subcommand is not known here
+        known = set(_keys(self, getattr(self, "command", None))) - {key}
+        nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
         return f"unknown key {key}" + (f"; the nearest known one is {nearest[0]}" if nearest else "")
 
 
@@ -182,10 +185,11 @@ def _flags(parser: jsonargparse.ArgumentParser) -> Iterator[str]:
                 yield from _flags(subparser)
 
 
-def _keys(parser: jsonargparse.ArgumentParser) -> Iterator[str]:
-    """Dotted names of all options of a parser and of its subcommands."""
+def _keys(parser: jsonargparse.ArgumentParser, command: str | None) -> Iterator[str]:
+    """Dotted names of all options of a parser and of the subcommand that was chosen; of all when none was."""
     yield from parser.get_defaults(skip_validation=True).keys()
     for action in parser._actions:
         if isinstance(action.choices, dict):
-            for subparser in action.choices.values():
-                yield from _keys(subparser)
+            chosen = action.choices.get(command)
+            for subparser in [chosen] if chosen else action.choices.values():
+                yield from _keys(subparser, None)

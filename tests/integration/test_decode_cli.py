@@ -66,11 +66,37 @@ def test_the_answer_and_nothing_else_goes_to_stdout(pair: Path, options: list[st
     assert capsys.readouterr() == (answer(pair, "Hi") + "\n", "")
 
 
+def test_json_carries_all_that_is_known(pair: Path, prompts: Path, capsys: Capture) -> None:
+    sampled = ("--sampling.temperature", "1", "--sampling.seed", "3", "--sampling.logprobs", "2")
+    assert cli.main(["generate", "--pair", str(pair), "--prompts", str(prompts), *SHORT, *sampled, "--json"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["id"] for row in rows] == [f"item-{number}" for number in range(6)]
+    for number, row in enumerate(rows):
+        assert row["text"] == answer(pair, f"Item {number}", temperature=1.0, seed=3 + number)
+        assert len(row["ids"]) == len(row["logprobs"]) == len(row["provenance"]) == row["trace"]["committed"]
+        for token, each in zip(row["ids"], row["logprobs"], strict=True):
+            top = dict(map(tuple, each["top"]))
+            assert len(top) == 2
+            assert each["chosen"] <= max(top.values()) < 0
+            assert top.get(token, each["chosen"]) == pytest.approx(each["chosen"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--json", "--stream"], "json: is printed when a text is finished"),
+        (["--sampling.logprobs", "2"], "sampling.logprobs: only --json shows them"),
+    ],
+)
+def test_what_goes_with_json(options: list[str], message: str, pair: Path, tmp_path: Path, capsys: Capture) -> None:
+    assert refused(["generate", "--pair", str(pair), "--prompt", "Hi", *options], tmp_path, capsys).startswith(message)
+
+
 def test_the_text_is_not_touched(pair: Path, capsys: Capture) -> None:
     """Tabs, carriage returns and control characters arrive as they were generated."""
-    text = answer(pair, "Hi", 300, temperature=10.0, seed=4)
+    text = answer(pair, "Hi", 300, temperature=10.0, seed=10)
     assert {"\t", "\r", "\x0b", "\x07"} <= set(text)
-    options = ["--sampling.temperature", "10", "--sampling.seed", "4", "--sampling.max_new_tokens", "300"]
+    options = ["--sampling.temperature", "10", "--sampling.seed", "10", "--sampling.max_new_tokens", "300"]
     assert cli.main(["generate", "--pair", str(pair), "--prompt", "Hi", *options]) == 0
     assert capsys.readouterr().out == text + "\n"
 
@@ -149,7 +175,7 @@ def test_bench_prints_a_table_and_writes_figures(pair: Path, prompts: Path, tmp_
     for timing in (greedy, sampled):
         assert len(timing["ratios"]) == 5
         assert timing["ratio"] == sorted(timing["ratios"])[2]
-        assert timing["trace"]["num_committed"] == sum(run["num_tokens"] for run in timing["runs"]["speculative"])
+        assert timing["trace"]["committed"] == sum(run["num_tokens"] for run in timing["runs"]["speculative"])
         assert 0 < timing["share_outside_models"] < 1
         assert timing["runs"].keys() == {"plain", "speculative"}
 
@@ -314,7 +340,7 @@ def test_sampling_that_cannot_be_meant(command: str, field: str, pair: Path, tmp
         ("top_p", "0", "top_p is 0.0: use a number above 0"),
         ("max_new_tokens", "-1", "max_new_tokens is -1: use at least 1"),
         ("num_prompts", "4", "num_prompts: 4 is too few for a median; give 5 or more"),
-        ("num_draft_tokens", "0", "num_draft_tokens is 0: draft at least 1 token a round"),
+        ("speculation.num_draft_tokens", "0", "num_draft_tokens is 0: draft 1 to 64 tokens a round"),
     ],
 )
 def test_timings_that_cannot_be_meant(
@@ -380,7 +406,7 @@ def test_an_unknown_key_is_answered_with_the_nearest(command: str, pair: Path, t
     if command == "evaluate":
         keys["num_draft_token"] = "num_draft_tokens"
     else:
-        keys["speculation.num_draft_token"] = "speculation.num_draft_tokens"
+        keys["speculation.num_draft_token"] = keys["num_draft_tokens"] = "speculation.num_draft_tokens"
     if command != "bench":
         keys["sampling.temprature"] = "sampling.temperature"
     for key, nearest in keys.items():

@@ -202,7 +202,8 @@ def test_every_field_is_tried() -> None:
 @pytest.mark.parametrize("form", ["underscores", "hyphens", "yaml"])
 def test_every_field_can_be_given(name: str, form: str, read: Any, tmp_path: Path) -> None:
     text, value = GIVEN[name]
-    more = ["--speculation.proposer", "lookup"] if name == "speculation.reference" else []
+    needs = {"speculation.reference": ["--speculation.proposer", "lookup"], "sampling.logprobs": ["--json"]}
+    more = needs.get(name, [])
     if form == "yaml":
         group, _, field = name.partition(".")
         path = tmp_path / "config.yaml"
