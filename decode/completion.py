@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # a character has at most four bytes: text that is still incomplete after so many tokens will stay so
-MAX_INCOMPLETE_TOKENS = 16
+MAX_BYTES, MAX_INCOMPLETE_TOKENS = 4, 16
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,9 @@ class Completion:
             special = _special_tokens(tokenizer)
             self.stop_ids |= {special[word] for word in params.stop if word in special}
             self.stop_strings = tuple(word for word in params.stop if word not in special)
+            for stop in self.stop_strings:
+                if inside := [word for word in special if word in stop]:
+                    raise ValueError(f"stop is {stop!r}: {inside[0]} is no text; give it as a stop string of its own")
             # a text whose end is forbidden would have none
             ends = {(token,) for token in self.stop_ids}
             self.bad_words = [ids for ids in _token_sequences(tokenizer, tuple(params.bad_words)) if ids not in ends]
@@ -158,14 +161,23 @@ class Detokenizer:
             return ""
         self.pending.append(token)
         text = self._decoded()
-        if text.endswith("\ufffd") and len(self.pending) < MAX_INCOMPLETE_TOKENS:
-            return ""
+        if text.endswith("\ufffd"):
+            if len(self.pending) < MAX_INCOMPLETE_TOKENS:
+                return ""
+            # no character is that long; but the last tokens may begin one
+            return self._settle(len(self.pending) - MAX_BYTES + 1)
+        return self._settle(len(self.pending), text)
+
+    def _settle(self, count: int, text: str | None = None) -> str:
+        """Make the text of the first pending tokens certain, and return what it adds."""
+        settled, pending = self.pending[:count], self.pending[count:]
+        text = self._decode(self.known + settled) if text is None else text
         new = text[len(self.shown) :]
         if text:  # a first token that is only a space may leave none to lean on
-            self.known, self.pending, self.shown = self.known + self.pending, [], text
+            self.known, self.pending, self.shown = self.known + settled, pending, text
             if len(self.known) > 2 * MAX_INCOMPLETE_TOKENS:
                 self.known = self.known[-MAX_INCOMPLETE_TOKENS:]
-                self.shown = self._decoded()
+                self.shown = self._decode(self.known)
         return new
 
     def flush(self) -> str:
@@ -175,7 +187,10 @@ class Detokenizer:
         return new
 
     def _decoded(self) -> str:
-        text = self.tokenizer.decode(self.known + self.pending, skip_special_tokens=True)
+        return self._decode(self.known + self.pending)
+
+    def _decode(self, ids: list[int]) -> str:
+        text = self.tokenizer.decode(ids, skip_special_tokens=True)
         assert isinstance(text, str)
         return text
 

@@ -9,7 +9,7 @@ import torch
 
 from .completion import Completion
 from .decoder import SpeculativeDecoder
-from .model import CachedModel
+from .model import CachedModel, longest_text
 from .params import SamplingParams
 from .sampler import BatchSampler
 from .trace import Trace
@@ -77,6 +77,9 @@ def measure_costs(
     target_model = decoder.target
     proposer = decoder.engine.proposer
     assert proposer is not None
+    # as much as both models can hold, at most what was asked for
+    for model in (target_model, *([decoder.draft.model] if decoder.draft else [])):
+        context_length = min(context_length, longest_text(model) - max_draft_tokens - 1)
     prompt = decoder.encode("Measure me.")
     prompt = (prompt * math.ceil(context_length / len(prompt)))[:context_length]
     params = replace(params, max_new_tokens=max_draft_tokens + 1, min_new_tokens=0)

@@ -8,8 +8,9 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from .completion import Completion, Logprobs
+from .head import reduce_output_vocabulary
 from .lookup import CascadeProposer, LookupProposer
-from .model import reduce_output_vocabulary, refuse_unsupported_cache
+from .model import refuse_unsupported_cache
 from .pair import (
     Dtype,
     Pair,
@@ -74,6 +75,9 @@ class SpeculativeDecoder:
         draft: the draft model with its vocabulary; None where lookup alone drafts.
         speculation: how to draft and verify.
         betas: acceptance at each position of a round, as far as it is known beforehand.
+        first_num_draft_tokens: tokens to draft a round before costs are known.
+
+    Several streams may take turns; a decoder is not for several threads at once.
 
     Attributes:
         engine: the speculative loop over token ids.
@@ -88,6 +92,7 @@ class SpeculativeDecoder:
         draft: DraftModelProposer | None = None,
         speculation: SpeculationParams | None = None,
         betas: Sequence[float] = (),
+        first_num_draft_tokens: int = 3,
     ) -> None:
         speculation = speculation or SpeculationParams()
         self.target = target
@@ -95,7 +100,9 @@ class SpeculativeDecoder:
         self.draft = draft
         stop_ids = stop_token_ids(target, tokenizer)
         proposer = _proposer(speculation, draft, tokenizer)
-        self.engine = SpeculativeEngine(target, proposer, speculation, stop_ids, tokenizer, betas)
+        self.engine = SpeculativeEngine(
+            target, proposer, speculation, stop_ids, tokenizer, betas, first_num_draft_tokens
+        )
         self.plain = PlainDecoder(target, stop_ids, tokenizer)
         self.target_description: dict[str, str | None] = {}
 
@@ -148,8 +155,8 @@ class SpeculativeDecoder:
                 draft_vocab = draft_vocab.to(draft_model.device)
                 reduce_output_vocabulary(draft_model, draft_vocab)
             proposer = DraftModelProposer(draft_model, target_model.get_output_embeddings().out_features, draft_vocab)
-        betas = pair.measured.get("betas", ()) if pair else ()
-        decoder = cls(target_model, tokenizer, proposer, speculation, betas)
+        known = (pair.measured.get("betas", ()), pair.num_draft_tokens) if pair else ()
+        decoder = cls(target_model, tokenizer, proposer, speculation, *known)
         decoder.target_description = describe_target(target, tokenizer)
         return decoder
 

@@ -34,7 +34,7 @@ def generate(config: GenerateConfig) -> None:
     )
     # refuse at once what would end the run half-way
     decoder.engine.begin(decoder.encode_all(prompts, config.sampling, config.raw), config.sampling)
-    console = Console(highlight=False, soft_wrap=True)
+    console = _Console(highlight=False, soft_wrap=True)
     if config.show_accepted:
         legend = Text("drafted and accepted", STYLES["accepted"]) + Text(", ") + Text("corrected", STYLES["corrected"])
         console.print(legend + Text(", ") + Text("bonus", STYLES["bonus"]) + Text("\n"))
@@ -49,6 +49,12 @@ def generate(config: GenerateConfig) -> None:
             print(json.dumps({"id": prompt.id, **_figures(decoder.generate([content], params, raw=config.raw)[0])}))
         else:
             _answer(decoder, content, params, config, console)
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Whoever read our output has seen enough: `run` knows what to do, rich would exit with 1."""
+        raise BrokenPipeError
 
 
 def _answer(

@@ -14,31 +14,38 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.activations import ACT2CLS
 
 from .cache import KVCache
+from .head import HeadInput
 
 logger = logging.getLogger(__name__)
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 STATIC_ROTARY = ("default", "linear", "llama3", "yarn")
-# packed weights stand beside the model's own
-MAX_PACKED_BYTES = 4 * 2**30
+# fused and packed weights stand beside the model's own
+MAX_COPIED_BYTES = 4 * 2**30
+KNOWN_MODULES = (nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU)
 
 Project = Callable[[Tensor], Tensor]
+Version = tuple[object, ...]
 
-_built: "WeakKeyDictionary[PreTrainedModel, tuple[int, LlamaForward | None]]" = WeakKeyDictionary()
+_built: "WeakKeyDictionary[PreTrainedModel, tuple[Version, LlamaForward | str]]" = WeakKeyDictionary()
 
 
 def llama_forward(model: PreTrainedModel) -> "LlamaForward | None":
-    """The fast pass of this model, built once; None where transformers' own has to do, with the reason logged."""
-    version = _version(model)
+    """The fast pass of this model, built once; None where transformers' own has to do, with the reason logged.
+
+    It is built anew when weights were written to, replaced or moved, but for writes through `weight.data`, which torch
+    does not count.
+    """
+    reason = _reason_against(model)
+    version: Version = (reason,) if reason else _version(model)
     if model not in _built or _built[model][0] != version:
-        reason = _reason_against(model)
         if reason:
             logger.info("decoding with transformers' own forward pass: %s", reason)
-        _built[model] = (version, None if reason else LlamaForward(model))
-    return _built[model][1]
+        _built[model] = (version, reason or LlamaForward(model))
+    built = _built[model][1]
+    return None if isinstance(built, str) else built
 
 
 def _reason_against(model: PreTrainedModel) -> str | None:
@@ -51,28 +58,42 @@ def _reason_against(model: PreTrainedModel) -> str | None:
         return f"its rotary tables ({kind}) depend on the length of the text"
     if config.hidden_act != "silu":
         return f"ours has the activation silu, and this {config.hidden_act}"
-    others = {type(module).__name__ for module in model.get_decoder().layers.modules() if _has_own_forward(module)}
-    return f"it has modules of kind {', '.join(sorted(others))}" if others else None
+    for name, module in model.named_modules():
+        if not (type(module) in KNOWN_MODULES or type(module).__module__.startswith("transformers.")):
+            return f"it has a module of its own, {name or 'model'}: {type(module).__name__}"
+        if "forward" in vars(module) or module._forward_hooks or any(map(_changes, module._forward_pre_hooks.values())):
+            return f"its module {name or 'model'} has a hook or a forward of its own"
+    layers: Any = model.get_decoder().layers
+    if len(layers) != config.num_hidden_layers:
+        return f"it has {len(layers)} layers, and its config says {config.num_hidden_layers}"
+    if any(layer.self_attn.scaling != layer.self_attn.head_dim**-0.5 for layer in layers):
+        return "its attention is not scaled by the root of head_dim"
+    return None
 
 
-def _has_own_forward(module: nn.Module) -> bool:
-    """Whether a module does something that the weights alone do not tell: an adapter, a quantised layer."""
-    known = isinstance(module, nn.ModuleList | nn.SiLU | ACT2CLS["silu"]) or type(module) is nn.Linear
-    return not known and not type(module).__module__.startswith("transformers.models.")
+def _changes(hook: Callable[..., object]) -> bool:
+    """Whether a hook may change what passes; ours only looks."""
+    return not isinstance(getattr(hook, "__self__", None), HeadInput)
 
 
-def _version(model: PreTrainedModel) -> int:
-    """Changes when weights are written to."""
-    return sum(0 if weight.is_inference() else weight._version for weight in model.parameters())
+def _version(model: PreTrainedModel) -> Version:
+    return tuple(
+        (weight.data_ptr(), weight.dtype, weight.device, 0 if weight.is_inference() else weight._version)
+        for weight in model.parameters()
+    )
+
+
+def _may_copy(model: PreTrainedModel) -> bool:
+    """Whether fused and packed weights may stand beside the model's own."""
+    size = sum(weight.nbytes for weight in model.parameters())
+    if size > MAX_COPIED_BYTES:
+        logger.info("weights of %.1f GiB are neither fused nor packed: they would be in memory twice", size / 2**30)
+    return size <= MAX_COPIED_BYTES
 
 
 def _can_pack(model: PreTrainedModel) -> bool:
-    """Whether this machine has bf16 matrix products with weights in a layout of their own, and room for both."""
+    """Whether this machine has bf16 matrix products with weights in a layout of their own."""
     if model.device.type != "cpu" or model.dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return False
-    size = sum(weight.nbytes for weight in model.parameters())
-    if size > MAX_PACKED_BYTES:
-        logger.info("weights of %.1f GiB are not packed: they would be in memory twice", size / 2**30)
         return False
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
@@ -89,15 +110,16 @@ class LlamaForward:
         backbone: Any = model.get_decoder()
         self.embed = backbone.embed_tokens
         self.head = model.get_output_embeddings()
-        self.packed = _can_pack(model)
+        fused = _may_copy(model)
+        packed = fused and _can_pack(model)
         self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.rotary = backbone.rotary_emb
         self.dtype = model.dtype
         self.cos = self.sin = torch.empty(0, self.head_dim, dtype=model.dtype, device=model.device)
-        self.layers = [_Layer(layer, self.packed) for layer in backbone.layers]
+        self.layers = [_Layer(layer, fused, packed) for layer in backbone.layers]
         self.norm, self.norm_eps = backbone.norm.weight, backbone.norm.variance_epsilon
-        self.project_head = _projection([self.head], self.packed)
+        self.project_head = _projection([self.head], fused, packed)
 
     def __call__(self, tokens: Tensor, positions: Tensor, cache: KVCache, with_logits: bool) -> Tensor | None:
         """Logits after tokens, int64 [rows, n] to [rows, n, vocab]; None when nobody wants them.
@@ -135,8 +157,8 @@ class LlamaForward:
         if not with_logits:
             return None
         hidden = F.rms_norm(hidden, (hidden.shape[-1],), self.norm, self.norm_eps)
-        for hook in self.head._forward_pre_hooks.values():
-            hook(self.head, (hidden,))
+        for look in self.head._forward_pre_hooks.values():
+            look(self.head, (hidden,))
         return self.project_head(hidden)
 
     def _rotary_tables(self, positions: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
@@ -152,11 +174,11 @@ class LlamaForward:
 class _Layer:
     """The weights of one layer."""
 
-    def __init__(self, layer: Any, packed: bool) -> None:
+    def __init__(self, layer: Any, fused: bool, packed: bool) -> None:
         attention, mlp = layer.self_attn, layer.mlp
-        self.qkv = _projection([attention.q_proj, attention.k_proj, attention.v_proj], packed)
+        self.qkv = _projection([attention.q_proj, attention.k_proj, attention.v_proj], fused, packed)
         self.output = _projection_onto(attention.o_proj, packed)
-        self.gate_up = _projection([mlp.gate_proj, mlp.up_proj], packed)
+        self.gate_up = _projection([mlp.gate_proj, mlp.up_proj], fused, packed)
         self.down = _projection_onto(mlp.down_proj, packed)
         self.input_norm, self.input_eps = layer.input_layernorm.weight, layer.input_layernorm.variance_epsilon
         post = layer.post_attention_layernorm
@@ -168,8 +190,10 @@ class _Layer:
             self.qk_eps = attention.q_norm.variance_epsilon
 
 
-def _projection(linears: list[nn.Linear], packed: bool) -> Project:
+def _projection(linears: list[nn.Linear], fused: bool, packed: bool) -> Project:
     """x to x W + b, for the outputs of several linear layers side by side."""
+    if len(linears) > 1 and not fused:
+        return lambda x: torch.cat([F.linear(x, linear.weight, linear.bias) for linear in linears], dim=-1)
     weight = torch.cat([linear.weight.detach() for linear in linears]) if len(linears) > 1 else linears[0].weight
     biases = [linear.bias for linear in linears]
     bias = torch.cat([each.detach() for each in biases]) if biases[0] is not None else None

@@ -3,7 +3,7 @@
 import inspect
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .cache import KVCache
@@ -99,45 +99,6 @@ class CachedModel:
         return torch.zeros_like(mask, dtype=self.model.dtype).masked_fill_(~mask, lowest)
 
 
-class HeadInput:
-    """Context manager that keeps what enters the output head: the final hidden states of the latest pass.
-
-    `states` is [batch, n, hidden], in the model's dtype.
-    """
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.head: nn.Module = model.get_output_embeddings()
-        self.states: Tensor
-
-    def _keep(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        self.states = args[0]
-
-    def __enter__(self) -> "HeadInput":
-        self.handle = self.head.register_forward_pre_hook(self._keep)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.handle.remove()
-
-
-def reduce_output_vocabulary(model: PreTrainedModel, token_ids: Tensor) -> None:
-    """Let the head compute logits for these token ids only: column i of its output is token_ids[i].
-
-    A view of the full checkpoint, taken after loading; the rows are copied, so tied embeddings stay whole.
-
-    Raises:
-        ValueError: an id that the head does not have.
-    """
-    head = model.get_output_embeddings()
-    if (largest := int(token_ids.max())) >= head.out_features:
-        raise ValueError(f"draft vocabulary: id {largest} is beyond the {head.out_features} of the draft's head")
-    reduced = nn.Linear(head.in_features, len(token_ids), bias=head.bias is not None, device="meta")
-    reduced.weight = nn.Parameter(head.weight.detach()[token_ids].clone(), requires_grad=head.weight.requires_grad)
-    if head.bias is not None:
-        reduced.bias = nn.Parameter(head.bias.detach()[token_ids].clone(), requires_grad=head.bias.requires_grad)
-    model.set_output_embeddings(reduced)
-
-
 def refuse_unsupported_cache(model: PreTrainedModel, capacity: int) -> None:
     """Refuse a model that this cache would not serve exactly, or whose context is too short.
 
@@ -166,9 +127,8 @@ def refuse_unsupported_cache(model: PreTrainedModel, capacity: int) -> None:
             f"model {config.model_type!r} attends through a sliding window of {window} tokens, which cannot be "
             f"rolled back: keep prompt + new tokens at or below {window} (asked for {capacity})"
         )
-    rotary = getattr(config, "rope_parameters", None) or {}
-    original = rotary.get("original_max_position_embeddings")
-    if rotary.get("rope_type") == "longrope" and original is not None and capacity > original:
+    original = _length_of_short_rotary(config)
+    if original is not None and capacity > original:
         raise ValueError(
             f"model {config.model_type!r} turns its positions differently beyond {original} tokens, which changes "
             f"what is cached: keep prompt + new tokens at or below {original} (asked for {capacity})"
@@ -179,6 +139,20 @@ def refuse_unsupported_cache(model: PreTrainedModel, capacity: int) -> None:
             f"prompt + max_new_tokens is {capacity} tokens, "
             f"longer than the context of {limit} of model {config.model_type!r}: shorten one of the two"
         )
+
+
+def longest_text(model: PreTrainedModel) -> int:
+    """Most tokens that `refuse_unsupported_cache` lets a text have."""
+    config = model.config.get_text_config()
+    limits = (_window(config), _length_of_short_rotary(config), getattr(config, "max_position_embeddings", None))
+    return min((limit for limit in limits if limit is not None), default=2**31)
+
+
+def _length_of_short_rotary(config: PreTrainedConfig) -> int | None:
+    """Up to where the positions of longer texts are turned as they are now; None where that does not change."""
+    rotary = getattr(config, "rope_parameters", None) or {}
+    original: int | None = rotary.get("original_max_position_embeddings")
+    return original if rotary.get("rope_type") == "longrope" else None
 
 
 def _window(config: PreTrainedConfig) -> int | None:

@@ -76,8 +76,13 @@ def _all_spread(vocab_size: int, device: torch.device) -> Tensor:
 
 
 def _spread(token_ids: Tensor) -> Tensor:
-    """Neighbouring ids far apart, int32."""
-    return _mixed_32(token_ids.to(torch.int32) * GOLDEN_32)
+    """Neighbouring ids far apart, int32.
+
+    No two ids below 2^20 share the low 20 bits: ids that differ in high bits only would keep doing so when they are
+    multiplied by a key, whatever the key, and so have noise that depends on each other's.
+    """
+    multiples = token_ids.to(torch.int32) * GOLDEN_32
+    return (_mixed_32(multiples) & -(1 << 20)) | (multiples & 0xFFFFF)
 
 
 def _exponentials(spread: Tensor, first: Tensor, second: Tensor) -> Tensor:

@@ -15,7 +15,6 @@ ENOUGH = 3  # measurements of one kind of pass that an odd one among them cannot
 DECAY = 0.98  # of acceptance counts, a round
 PRIOR_WEIGHT = 3.0  # rounds' worth of what is believed before anything was seen
 PRIOR_BETA = 0.6
-NUM_DRAFT_TOKENS = 3  # before any cost is known
 PLAIN_ROUNDS_FIRST, PLAIN_ROUND_EVERY = 2, 64  # for the cost of plain decoding
 ROUNDS_BEFORE_PAUSE, ROUNDS_OF_PROBE, ROUNDS_REMEMBERED = 6, 4, 32
 DOUBTS = 1.5  # standard errors below plain decoding's speed that end the patience with rounds
@@ -119,13 +118,17 @@ class Pacer:
     Args:
         speculation: what was asked for.
         betas: acceptance at each position of a round, as far as it is known beforehand.
+        first_num_draft_tokens: before any cost is known.
 
     Attributes:
         paused: whether the latest round was told to draft nothing because drafting does not pay.
     """
 
-    def __init__(self, speculation: SpeculationParams, betas: Sequence[float] = ()) -> None:
+    def __init__(
+        self, speculation: SpeculationParams, betas: Sequence[float] = (), first_num_draft_tokens: int = 3
+    ) -> None:
         self.speculation = speculation
+        self.first_num_draft_tokens = first_num_draft_tokens
         self.prior_betas = list(betas)
         self.regimes: defaultdict[int, Regime] = defaultdict(Regime)
         self.reached: list[float] = []
@@ -144,7 +147,7 @@ class Pacer:
         if fixed is not None:
             return min(fixed, most)
         if not regime.rates:
-            return min(NUM_DRAFT_TOKENS, self.speculation.max_draft_tokens, most)
+            return min(self.first_num_draft_tokens, self.speculation.max_draft_tokens, most)
         return min(regime.rates.index(max(regime.rates)) + 1, most)
 
     def observe(self, num_rows: int, num_drafted: int, rounds: list[Round], seconds: Seconds) -> None:

@@ -77,6 +77,9 @@ class Pair:
                 raise ValueError("target must be an object and num_draft_tokens a whole number")
             if not isinstance(pair.target.get("id"), str | None):
                 raise ValueError("target.id must be a text")
+            betas = pair.measured.get("betas", []) if isinstance(pair.measured, dict) else None
+            if not isinstance(betas, list) or not all(isinstance(beta, int | float) for beta in betas):
+                raise ValueError("measured must be an object, and its betas numbers")
             if pair.draft_kind != "model":
                 raise ValueError(f"draft_kind is {pair.draft_kind!r}, this release knows 'model'")
         except (TypeError, ValueError) as error:

@@ -31,8 +31,9 @@ class SamplingParams:
         stop_token_ids: tokens that end the text beside the model's own.
         logprobs: also give the log-probability of each token, in the model's own distribution before any processing,
             and of this many most probable ones; null gives none.
-        seed: same seed, same prompts, same machine: the same text, which is that of plain decoding, whatever the draft
-            and its neighbours do; null draws a fresh one, from torch's generator.
+        seed: same seed, same prompt: the same text, which is that of plain decoding, whatever the draft and its
+            neighbours do; in bf16 up to near-ties, which passes of different widths round differently. null draws a
+            fresh one, from torch's generator.
     """
 
     temperature: float = 0.0
@@ -75,22 +76,26 @@ class SamplingParams:
         ):
             if number != number:
                 raise ValueError(f"{name} is nan: give a number")
-        # logits divided by less would overflow
-        if self.temperature != 0 and not 1e-6 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature is {self.temperature}: use 0 for greedy or a number of at least 1e-6")
-        if self.top_k < 0:
+        for name in ("top_k", "min_new_tokens", "max_new_tokens", "logprobs", "seed"):
+            if not isinstance(getattr(self, name), int | None):
+                raise ValueError(f"{name} is {getattr(self, name)!r}: give a whole number")
+        # beyond these bounds fp32 logits would overflow
+        if self.temperature != 0 and not 1e-6 <= self.temperature <= 1e6:
+            raise ValueError(f"temperature is {self.temperature}: use 0 for greedy or a number from 1e-6 to 1e6")
+        if not 0 <= self.top_k < 2**31:
             raise ValueError(f"top_k is {self.top_k}: use 0 to keep all tokens or a positive number")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}: use a number above 0 and at most 1 (1 keeps all tokens)")
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p is {self.min_p}: use a number from 0 (keeps all tokens) to 1")
-        if not 0 < self.repetition_penalty < float("inf"):
-            raise ValueError(f"repetition_penalty is {self.repetition_penalty}: use a positive number (1 is none)")
+        if not 1e-3 <= self.repetition_penalty <= 1e3:
+            raise ValueError(f"repetition_penalty is {self.repetition_penalty}: use a number near 1, which is none")
         for name in ("presence_penalty", "frequency_penalty"):
             if not -100 <= getattr(self, name) <= 100:
                 raise ValueError(f"{name} is {getattr(self, name)}: use a number from -100 to 100 (0 is none)")
-        if any(bias == float("inf") for bias in self.logit_bias.values()):
-            raise ValueError("logit_bias is infinite: use a number such as 100, or -inf to forbid a token")
+        for bias in self.logit_bias.values():
+            if not -1e4 <= bias <= 1e4 and bias != float("-inf"):
+                raise ValueError(f"logit_bias is {bias}: use a number from -1e4 to 1e4, or -inf to forbid a token")
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {self.max_new_tokens}: use at least 1")
         if not 0 <= self.min_new_tokens <= self.max_new_tokens:
@@ -127,6 +132,8 @@ class SpeculationParams:
         never_slower: decode plainly while speculation is measured to be slower, and try again later.
         verification: block accepts the most; tokenwise is the classic; seeded gives the text of plain decoding with
             the same seed; auto is seeded where a seed is given and block elsewhere. Greedy texts need none of them.
+            With block, tokenwise and the lossy rules a seed tells the text only together with num_draft_tokens and
+            without never_slower: a number of draft tokens that follows the clock is another one next time.
         draft_temperature: of the draft's distributions; null takes the target's.
         lossy_lenience: in (0, 1): accept a drafted token 1 / lenience times as readily. Changes the distribution.
         lossy_typical: in (0, 1): accept what is typical of the target, with this epsilon. Changes the distribution.
@@ -154,9 +161,9 @@ class SpeculationParams:
         if self.reference is not None and self.proposer == "draft":
             raise ValueError("reference: only lookup reads it; use proposer lookup or cascade")
         if self.draft_temperature is not None and not (
-            self.draft_temperature == 0 or 1e-6 <= self.draft_temperature < float("inf")
+            self.draft_temperature == 0 or 1e-6 <= self.draft_temperature <= 1e6
         ):
-            raise ValueError(f"draft_temperature is {self.draft_temperature}: use 0 or a number of at least 1e-6")
+            raise ValueError(f"draft_temperature is {self.draft_temperature}: use 0 or a number from 1e-6 to 1e6")
         for name in ("lossy_lenience", "lossy_typical"):
             value = getattr(self, name)
             if value is not None and not 0 < value < 1:

@@ -39,6 +39,7 @@ class Penalties:
         self.seen_counts = self._table([list(count.values()) for count in counts])
         self.bias_ids = self._table([list(each.logit_bias) for each in params])
         self.biases = self._table([list(each.logit_bias.values()) for each in params], torch.float32, fill=0.0)
+        self.forbids = any(-torch.inf in each.logit_bias.values() or each.bad_words for each in params)
         self.stop_ids = self._table([sorted(row.stop_ids) for row in completions])
         words = [row.bad_words for row in completions]
         longest = max((len(word) for each in words for word in each), default=1)
@@ -65,6 +66,9 @@ class Penalties:
 
         Returns:
             fp32, in the shape of the logits.
+
+        Raises:
+            ValueError: every token is forbidden.
         """
         scores = logits.to(torch.float32, copy=True)  # the caller's logits are also those of log-probabilities
         num_positions, num_columns = scores.shape[1:]
@@ -87,7 +91,11 @@ class Penalties:
         too_short = self.lengths.unsqueeze(1) + sees < self.min_new_tokens.unsqueeze(1)
         if self.stop_ids.shape[1]:
             self._add(scores, self.stop_ids, _minus_infinity_where(too_short).unsqueeze(2), columns)
-        return scores[..., :num_columns]
+        scores = scores[..., :num_columns]
+        # a reduced vocabulary may well have none of the tokens that are left
+        if self.forbids and columns is None and bool((scores.amax(dim=-1) == -torch.inf).any()):
+            raise ValueError("sampling: logit_bias, bad_words and min_new_tokens leave no token to choose")
+        return scores
 
     def _penalise_repeats(self, scores: Tensor, drafted: Tensor, sees: Tensor, columns: Tensor | None) -> None:
         ids = torch.cat([self.seen, drafted], dim=1)

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from .completion import Completion
-from .model import HeadInput
+from .head import HeadInput
 from .params import SamplingParams
 from .speculative import SpeculativeEngine
 from .trace import Trace

@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -72,6 +73,8 @@ def encode(tokenizer: Tokenizer, messages: tuple[dict[str, str], ...]) -> list[i
         ValueError: the chat template refuses the messages, or there is no token in them.
     """
     for message in messages:
+        if not isinstance(message, Mapping) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
+            raise ValueError('each chat message needs a "role" and a "content", both text')
         _refuse_half_characters(message["content"])
     quiet = {"verbose": False}  # a text that is too long is refused in our own words
     if tokenizer.chat_template is None:

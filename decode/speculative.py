@@ -36,6 +36,9 @@ class SpeculativeEngine:
         stop_ids: tokens that end a text; they are kept as its last token.
         tokenizer: for stop strings, bad words and text; ids alone need none.
         betas: acceptance at each position of a round, as far as it is known beforehand.
+        first_num_draft_tokens: tokens to draft a round before costs are known.
+
+    Several texts may be decoded by turns, as streams are; an engine is not for several threads at once.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class SpeculativeEngine:
         stop_ids: frozenset[int] = frozenset(),
         tokenizer: Tokenizer | None = None,
         betas: Sequence[float] = (),
+        first_num_draft_tokens: int = 3,
     ) -> None:
         self.target = target
         self.proposer = proposer
@@ -53,7 +57,9 @@ class SpeculativeEngine:
         # tokenizers may name tokens that the model cannot say
         self.stop_ids = frozenset(token for token in stop_ids if token < target.get_output_embeddings().out_features)
         self.tokenizer = tokenizer
-        self.pacer = Pacer(speculation, betas)
+        self.pacer = Pacer(speculation, betas, first_num_draft_tokens)
+        # whose text the proposer has read
+        self.proposing_for: CachedModel | None = None
 
     def generate_ids(
         self,
@@ -81,7 +87,7 @@ class SpeculativeEngine:
         """The rows to be decoded.
 
         Raises:
-            ValueError: not as many params as prompts; a token id that the target does not have.
+            ValueError: not as many params as prompts; an empty prompt; a token id that the target does not have.
         """
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
@@ -91,9 +97,18 @@ class SpeculativeEngine:
             for name, ids in (("logit_bias", one.logit_bias), ("stop_token_ids", one.stop_token_ids)):
                 if strange := [token for token in ids if not 0 <= token < vocab_size]:
                     raise ValueError(f"{name}: there is no token {strange[0]}; ids are 0 to {vocab_size - 1}")
-        return [
+        for prompt in prompts:
+            if not prompt:
+                raise ValueError("a prompt holds no token: write some text")
+            if strange := [token for token in prompt if not 0 <= token < vocab_size]:
+                raise ValueError(f"prompt: there is no token {strange[0]}; ids are 0 to {vocab_size - 1}")
+        rows = [
             Completion(prompt, one, self.stop_ids, self.tokenizer) for prompt, one in zip(prompts, each, strict=True)
         ]
+        for row in rows:  # special tokens may have been added to the tokenizer alone
+            row.stop_ids = frozenset(token for token in row.stop_ids if token < vocab_size)
+            row.bad_words = [word for word in row.bad_words if max(word) < vocab_size]
+        return rows
 
     @torch.inference_mode()
     def rounds(
@@ -115,10 +130,11 @@ class SpeculativeEngine:
         active = list(range(len(completions)))
         sequences = [row.sequence for row in completions]
         target.read(sequences)
-        if self.proposer:
-            self.proposer.start(sequences, target)
 
         while active:
+            if self.proposer and self.proposing_for is not target:  # a new text, or one of several that take turns
+                self.proposer.start(sequences, target)
+                self.proposing_for = target
             rows = [completions[row] for row in active]
             watch = Stopwatch(device)
             watch.mark()
@@ -175,7 +191,8 @@ class SpeculativeEngine:
 
 def _seeds(completions: list[Completion], streams: list[int] | None) -> tuple[list[int], list[int]]:
     """Seed and stream of each row; rows without a seed share a fresh one, and differ by their places."""
-    fresh = int(torch.randint(2**62, ()))
+    draws = any(row.params.seed is None and row.params.temperature for row in completions)
+    fresh = int(torch.randint(2**62, ())) if draws else 0
     seeds = [fresh if row.params.seed is None else row.params.seed for row in completions]
     if streams is None:
         streams = [place if row.params.seed is None else 0 for place, row in enumerate(completions)]

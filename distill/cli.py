@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from train.console import run_commands
+from train.console import RESUMES, run_commands
 
 from .config import BuildConfig, RespondConfig, RunConfig
 
@@ -41,4 +41,4 @@ COMMANDS: dict[str, tuple[type, Callable[[Any], None], str]] = {
 
 def main(argv: list[str] | None = None) -> int:
     """Makes a draft; `spec-distill --help` lists the stages."""
-    return run_commands(PROGRAM, "Distil a draft for a target model, stage by stage.", COMMANDS, argv)
+    return run_commands(PROGRAM, "Distil a draft for a target model, stage by stage.", COMMANDS, argv, RESUMES)

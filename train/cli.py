@@ -3,14 +3,14 @@
 from dataclasses import fields
 
 from .config import LanguageModelConfig
-from .console import Parser, instantiated, run
+from .console import RESUMES, Parser, instantiated, run
 
 PROGRAM = "spec-train"
 
 
 def main(argv: list[str] | None = None) -> int:
     """Trains a language model with cross-entropy; `spec-train --help` lists the options."""
-    return run(PROGRAM, lambda: _train(argv))
+    return run(PROGRAM, lambda: _train(argv), RESUMES)
 
 
 def _train(argv: list[str] | None) -> None:

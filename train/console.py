@@ -62,16 +62,18 @@ class Parser(jsonargparse.ArgumentParser):
         key = f"{unknown['group']}.{name}" if unknown["group"] else name
         # a key of another subcommand is not known here
         known = set(_keys(self, getattr(self, "command", None))) - {key}
-        nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
+        in_a_group = [name for name in known if name.endswith(f".{key}")]
+        nearest = in_a_group or difflib.get_close_matches(key, known, n=1, cutoff=0.0)
         return f"unknown key {key}" + (f"; the nearest known one is {nearest[0]}" if nearest else "")
 
 
-def run(program: str, body: Callable[[], None]) -> int:
+def run(program: str, body: Callable[[], None], interrupted: str = "interrupted") -> int:
     """Runs a command and turns what may go wrong into an exit code.
 
     Args:
         program: the command's name, which begins each line.
         body: parses, builds and calls; raises ValueError or OSError for what the user did.
+        interrupted: what to say after Ctrl-C.
 
     Returns:
         0; 2 after an error of the user; 130 after Ctrl-C; 141 when nobody reads the output any more.
@@ -80,7 +82,7 @@ def run(program: str, body: Callable[[], None]) -> int:
     try:
         body()
     except KeyboardInterrupt:
-        print(f"{program}: interrupted; the same command goes on from what is saved", file=sys.stderr)
+        print(f"{program}: {interrupted}", file=sys.stderr)
         return 130
     except BrokenPipeError:  # whoever read our output has seen enough; nothing may be flushed to them at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -97,8 +99,15 @@ def run(program: str, body: Callable[[], None]) -> int:
     return 0
 
 
+RESUMES = "interrupted; the same command goes on from what is saved"
+
+
 def run_commands(
-    program: str, description: str, commands: dict[str, tuple[type, Callable[[Any], None], str]], argv: list[str] | None
+    program: str,
+    description: str,
+    commands: dict[str, tuple[type, Callable[[Any], None], str]],
+    argv: list[str] | None,
+    interrupted: str = "interrupted",
 ) -> int:
     """Runs the subcommand that the command line names.
 
@@ -107,6 +116,7 @@ def run_commands(
         description: what it is for.
         commands: by name: its config dataclass, what to call with one, a line of help.
         argv: the command line; this process's own when None.
+        interrupted: what to say after Ctrl-C.
 
     Returns:
         As `run`.
@@ -126,7 +136,7 @@ def run_commands(
         chosen = options[options.command]
         command(config_class(**{field.name: chosen[field.name] for field in fields(config_class)}))
 
-    return run(program, body)
+    return run(program, body, interrupted)
 
 
 def instantiated(parser: Parser, argv: list[str] | None) -> jsonargparse.Namespace:

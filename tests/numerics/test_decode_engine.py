@@ -34,8 +34,8 @@ from transformers import (
 
 from decode import sampler, trace
 from decode.cache import KVCache
+from decode.head import reduce_output_vocabulary
 from decode.lookup import CascadeProposer, LookupProposer
-from decode.model import reduce_output_vocabulary
 from decode.noise import RowNoise
 from decode.params import SamplingParams, SpeculationParams
 from decode.penalties import Penalties

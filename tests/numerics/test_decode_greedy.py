@@ -15,8 +15,9 @@ from transformers import LlamaForCausalLM
 
 from decode import trace as trace_module
 from decode.completion import Completion
+from decode.head import reduce_output_vocabulary
 from decode.lookup import CascadeProposer, LookupProposer
-from decode.model import CachedModel, reduce_output_vocabulary
+from decode.model import CachedModel
 from decode.params import SamplingParams, SpeculationParams
 from decode.plain import PlainDecoder
 from decode.proposer import DraftModelProposer, Proposer

@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
 from decode.cache import KVCache
-from decode.model import CachedModel, reduce_output_vocabulary
+from decode.head import reduce_output_vocabulary
+from decode.model import CachedModel
 
 VOCAB = 24
 CAPACITY = 40

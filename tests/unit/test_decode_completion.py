@@ -380,6 +380,21 @@ def test_the_cost_of_a_token_does_not_grow(byte_tokenizer: PreTrainedTokenizerFa
     assert max(counting.lengths) <= 3 * MAX_INCOMPLETE_TOKENS
 
 
+@pytest.mark.parametrize("length", range(1, 40))
+def test_a_character_after_bytes_that_are_no_text_is_not_lost(
+    byte_tokenizer: PreTrainedTokenizerFast, length: int
+) -> None:
+    ids = [byte_tokenizer.encode("🙂")[2]] * length + byte_tokenizer.encode("€ok 🙂")
+    text = "".join(pieces_of(byte_tokenizer, ids))
+    assert text == byte_tokenizer.decode(ids)
+    assert text.endswith("€ok 🙂")
+
+
+def test_a_stop_string_with_a_special_token_inside_is_refused(byte_tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(ValueError, match=r"stop is 'Bye<\|im_end\|>': <\|im_end\|> is no text"):
+        Completion([5], SamplingParams(stop="Bye<|im_end|>"), tokenizer=byte_tokenizer)
+
+
 @PROPERTY
 @given(ids=st.lists(st.integers(0, 258), max_size=60))
 def test_bytes_that_are_no_text_lose_nothing_that_is(byte_tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> None:

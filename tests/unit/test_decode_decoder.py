@@ -281,3 +281,62 @@ def test_tokens_that_the_target_lacks_are_refused(decoder: SpeculativeDecoder, f
         value = {token: 1.0} if field == "logit_bias" else [token]
         with pytest.raises(ValueError, match=rf"^{field}: there is no token {token}; ids are 0 to 258$"):
             decoder.generate("Hello", SamplingParams(**{field: value}))
+
+
+@pytest.mark.parametrize("proposer", ["draft", "lookup", "cascade"])
+def test_several_texts_may_take_turns(target_folder: Path, draft_folder: Path, proposer: str) -> None:
+    speculation = SpeculationParams(num_draft_tokens=3, never_slower=False, proposer=proposer)
+    decoder = SpeculativeDecoder.from_pretrained(str(target_folder), str(draft_folder), speculation)
+    prompts = ["A prompt that is longer than the other one", "B"]
+    expected = [decoder.generate(prompt, SAMPLED)[0].ids for prompt in prompts]
+    streams, found = [decoder.stream(prompt, SAMPLED) for prompt in prompts], [[], []]
+    for _ in range(5):
+        for stream, tokens in zip(streams, found, strict=True):
+            tokens.append(next(stream).token)
+    assert [answer.ids[:3] for answer in decoder.generate(prompts, [SAMPLED, SAMPLED])] == [ids[:3] for ids in expected]
+    for stream, tokens in zip(streams, found, strict=True):
+        tokens += [piece.token for piece in stream]
+    assert found == expected
+
+
+def test_the_generator_of_torch_is_drawn_from_only_without_a_seed(decoder: SpeculativeDecoder) -> None:
+    for params, draws in ((None, False), (SAMPLED, False), (SamplingParams(temperature=1.0, max_new_tokens=2), True)):
+        state = torch.get_rng_state()
+        decoder.generate("Hello", params)
+        assert torch.equal(state, torch.get_rng_state()) != draws
+
+
+def test_special_tokens_beyond_the_head_are_never_said(
+    target_folder: Path, draft_folder: Path, tiny_llama: Callable[..., LlamaForCausalLM]
+) -> None:
+    decoder = SpeculativeDecoder.from_pretrained(str(target_folder), str(draft_folder))
+    decoder.tokenizer.add_special_tokens({"additional_special_tokens": ["<|extra|>"]})
+    plain = decoder.generate("Hello", SAMPLED)[0].ids
+    params = SamplingParams(
+        temperature=1.0, max_new_tokens=40, seed=1, stop="<|extra|>", bad_words="<|extra|>", min_new_tokens=0
+    )
+    assert decoder.generate("Hello", params)[0].ids == plain
+    decoder.generate("Hello", SamplingParams(max_new_tokens=4, stop="<|extra|>", min_new_tokens=2))
+    with pytest.raises(ValueError, match="prompt: there is no token 259; ids are 0 to 258"):
+        decoder.generate("<|extra|>")
+    with pytest.raises(ValueError, match="a prompt holds no token"):
+        decoder.engine.generate_ids([[]], SAMPLED)
+
+
+@pytest.mark.parametrize("proposer", ["draft", "lookup"])
+def test_nothing_left_to_say_is_refused(target_folder: Path, draft_folder: Path, proposer: str) -> None:
+    speculation = SpeculationParams(proposer=proposer)
+    decoder = SpeculativeDecoder.from_pretrained(str(target_folder), str(draft_folder), speculation)
+    everything = {token: -float("inf") for token in range(259) if token != 2}
+    params = SamplingParams(temperature=1.0, logit_bias=everything, max_new_tokens=6)
+    assert decoder.generate("Hello", params)[0].ids == [2]
+    with pytest.raises(ValueError, match="leave no token to choose"):
+        decoder.generate("Hello", SamplingParams(logit_bias=everything, max_new_tokens=6, min_new_tokens=3))
+    (answer,) = decoder.generate("Hello", SamplingParams(temperature=0.1, logit_bias={70: 1e4}, max_new_tokens=3))
+    assert answer.ids == [70] * 3
+
+
+@pytest.mark.parametrize("message", [{"role": "user"}, {"role": "assistant", "content": None}, {"content": "x"}])
+def test_a_message_without_text_is_refused(decoder: SpeculativeDecoder, message: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match='needs a "role" and a "content"'):
+        decoder.generate([message])

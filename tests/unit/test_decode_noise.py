@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode.noise import PURPOSES, ROWS_AT_A_TIME, RowNoise
+from decode.noise import PURPOSES, ROWS_AT_A_TIME, RowNoise, _spread
+from decode.sampling import Distribution, sample
 
 CPU = torch.device("cpu")
 LARGEST_KEY = 2**64 - 1
@@ -247,31 +248,39 @@ def test_every_bit_of_a_key_counts() -> None:
         assert (first == other).float().mean() < 0.6, bit  # the highest leaves every other product alone
 
 
-def unmixed_32(number: int) -> int:
-    """The inverse of MurmurHash3's finalizer."""
-    number ^= number >> 16
-    number = number * pow(0xC2B2AE35, -1, 2**32) % 2**32
-    number ^= number >> 13 ^ number >> 26
-    number = number * pow(0x85EBCA6B, -1, 2**32) % 2**32
-    return number ^ number >> 16
-
-
-def id_that_hashes_to(target: int, key: int) -> int:
-    first, second = key % 2**32, key >> 32 | 1
+def key_that_hashes_to(target: int, multiplier: int, token: int) -> int:
+    """A key whose upper half is the multiplier and with which the token's last hash is the target."""
     mixed = (target ^ target >> 16) * pow(0xC2B2AE35, -1, 2**32) % 2**32
     mixed ^= mixed >> 15 ^ mixed >> 30
-    spread = (mixed * pow(second, -1, 2**32) ^ first) % 2**32
-    return unmixed_32(spread) * pow(0x9E3779B1, -1, 2**32) % 2**32
+    spread = int(_spread(torch.tensor([token]))[0]) % 2**32
+    return multiplier << 32 | mixed * pow(multiplier | 1, -1, 2**32) % 2**32 ^ spread
 
 
-@pytest.mark.parametrize("key", [0, 12345678901234567890, LARGEST_KEY])
-def test_the_extremes_of_32_bits_give_a_positive_finite_time(key: int) -> None:
+@pytest.mark.parametrize("multiplier", [0, 1234567890, 2**32 - 1])
+def test_the_extremes_of_32_bits_give_a_positive_finite_time(multiplier: int) -> None:
     hashes = [0, 1, 2, 2**24, 2**31 - 1, 2**31, 2**32 - 2**8, 2**32 - 2**6, 2**32 - 2, 2**32 - 1]
-    ids = torch.tensor([id_that_hashes_to(each, key) for each in hashes])
-    times = noise(0).exponentials(np.array([key], dtype=np.uint64), ids)[0].tolist()
+    keys = np.array([key_that_hashes_to(each, multiplier, 4321) for each in hashes], dtype=np.uint64)
+    times = noise(0).exponentials(keys, torch.tensor([4321]))[:, 0].tolist()
     for each, time in zip(hashes, times, strict=True):
         uniform = ((each & 0x7FFFFF7F) + 0.5) / 2**31
         assert time == pytest.approx(-math.log1p(-uniform), rel=3e-2 if uniform > 0.999 else 1e-5)
+
+
+def test_no_two_tokens_differ_in_high_bits_only() -> None:
+    """Such a difference outlives every multiplication, and ties their noise together under every key."""
+    low_bits = _spread(torch.arange(2**20)) & 0xFFFFF
+    assert len(low_bits.unique()) == 2**20
+
+
+@pytest.mark.parametrize("pair", [(24721, 41410), (5, 5 + 2**16), (100, 100 + 3 * 2**14)])
+def test_two_tokens_share_the_draws_as_they_should(pair: tuple[int, int]) -> None:
+    """The first pair once won 0.125 of the draws instead of 0.1."""
+    ids = torch.tensor(pair)
+    probabilities = torch.tensor([0.9, 0.1]).expand(100_000, -1)
+    times = noise(0).exponentials(many_keys(100_000), ids)
+    tokens = sample(Distribution(probabilities, ids.expand(100_000, -1)), times)
+    # four standard deviations
+    assert (tokens == pair[1]).float().mean().item() == pytest.approx(0.1, abs=4 * (0.09 / 100_000) ** 0.5)
 
 
 def test_the_times_of_a_vocabulary_reach_from_end_to_end() -> None:

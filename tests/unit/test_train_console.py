@@ -127,7 +127,7 @@ def test_help_exits_with_zero(capsys: pytest.CaptureFixture[str]) -> None:
             "spec-x: error: x: No such file or directory",
         ),
         (OSError("no\nmodel"), 2, "spec-x: error: no model"),
-        (KeyboardInterrupt(), 130, "spec-x: interrupted; the same command goes on from what is saved"),
+        (KeyboardInterrupt(), 130, "spec-x: interrupted"),
     ],
 )
 def test_errors_of_the_user_become_a_line(

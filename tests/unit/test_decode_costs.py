@@ -1,0 +1,33 @@
+"""What a round costs is measured within what the models can hold, and what follows from it is arithmetic."""
+
+from collections.abc import Callable
+
+import pytest
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from decode import SamplingParams, SpeculativeDecoder
+from decode.costs import Costs, measure_costs
+from decode.proposer import DraftModelProposer
+from decode.trace import Round, Trace
+
+COSTS = Costs(seconds_per_token=1.0, draft_step=0.1, target_pass=[1.0, 1.2, 1.3])
+
+
+@pytest.mark.parametrize("context", [24, 512])
+def test_a_short_context_is_enough(
+    context: int, tiny_llama: Callable[..., LlamaForCausalLM], byte_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    target, draft = tiny_llama(), tiny_llama(seed=1, num_layers=1, max_position_embeddings=context)
+    decoder = SpeculativeDecoder(target, byte_tokenizer, DraftModelProposer(draft, 259))
+    costs = measure_costs(decoder, SamplingParams(min_new_tokens=3), max_draft_tokens=2, repetitions=1)
+    assert len(costs.target_pass) == 3
+    assert costs.target_pass[0] == 1
+    assert costs.draft_step > 0
+
+
+def test_rounds_of_various_lengths_are_priced_one_by_one() -> None:
+    trace = Trace([Round(0, 0, 1), Round(2, 2, 3), Round(1, 0, 1)])
+    assert COSTS.predicted_speedup_of(trace) == pytest.approx(5 / (1.0 + (0.2 + 1.3) + (0.1 + 1.2)))
+    # where all rounds are alike, it is the formula for a fixed number
+    alike = Trace([Round(2, 1, 2)] * 3 + [Round(2, 0, 1)] * 5 + [Round(2, 2, 3)] * 2)
+    assert COSTS.predicted_speedup_of(alike) == pytest.approx(COSTS.predicted_speedup(alike.betas, 2))
