@@ -3,6 +3,7 @@
 Nothing is drawn from a stream, so what one row or one round uses cannot shift what another one gets.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -37,9 +38,16 @@ class RowNoise:
         ]
         self.states = np.array([sequence.generate_state(1, np.uint64)[0] for sequence in sequences])
 
-    def keys(self, purpose: str, *numbers: np.ndarray) -> np.ndarray:
-        """Keys to ask for noise with: uint64, [rows, n] for numbers that broadcast to that, such as positions."""
-        keys = _mixed(self.states + np.uint64(PURPOSES.index(purpose) + 1))[:, None]
+    def keys(self, purposes: str | Sequence[str], *numbers: np.ndarray) -> np.ndarray:
+        """Keys to ask for noise with: uint64 [rows, n].
+
+        Args:
+            purposes: one for all, or one for each of the n.
+            numbers: what else tells them apart, such as positions; they broadcast to [rows, n].
+        """
+        named = [purposes] if isinstance(purposes, str) else purposes
+        codes = np.array([PURPOSES.index(purpose) + 1 for purpose in named], dtype=np.uint64)
+        keys = _mixed(self.states[:, None] + codes)
         for number in numbers:
             keys = _mixed(keys ^ (number.astype(np.uint64) * GOLDEN_64))
         return keys

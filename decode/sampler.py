@@ -60,12 +60,13 @@ class BatchSampler:
         steps = np.arange(num_drafted + 1)[None]
         # where text is a function of the seed, so is the noise at each place of it; elsewhere a round must not meet
         # the noise of the one before, which its outcome depends on
-        self.draft_keys = self.token_keys = self.noise.keys("token", starts + steps)
-        if not all(self.follows_seed):
-            draft_keys = self.noise.keys("draft", starts, steps)
-            self.draft_keys = np.where(np.array(self.follows_seed)[:, None], self.token_keys, draft_keys)
-        self.next_keys = self.noise.keys("next", starts)[:, 0]
-        self.coin_keys = self.noise.keys("coin", starts, steps[:, :-1])
+        purposes = ["draft"] * (num_drafted + 1) + ["coin"] * num_drafted + ["next"]
+        keys = self.noise.keys(purposes, starts, np.concatenate([steps, steps[:, :-1], [[0]]], axis=1))
+        self.draft_keys, self.coin_keys = keys[:, : num_drafted + 1], keys[:, num_drafted + 1 : -1]
+        self.token_keys, self.next_keys = self.draft_keys, keys[:, -1]
+        if any(self.follows_seed):
+            self.token_keys = self.noise.keys("token", starts + steps)
+            self.draft_keys = np.where(np.array(self.follows_seed)[:, None], self.token_keys, self.draft_keys)
 
     def draft(
         self, logits: Tensor, drafted: Tensor, token_ids: Tensor | None = None, columns: Tensor | None = None

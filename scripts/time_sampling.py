@@ -1,8 +1,8 @@
 """What choosing tokens costs in one round, beside transformers' logits processors on the same logits.
 
 Ours: distributions at 5 positions, block verification of 4 drafted tokens, the token after them. Transformers': its
-processors alone, position by position as its assisted generation calls them, and the softmax after them. Turn by turn
-in one process; medians.
+cast to fp32, its processors, position by position as its assisted generation calls them, and the softmax after them,
+without its verification. Turn by turn in one process; medians.
 
     python scripts/time_sampling.py --vocab-size 150000 --top-k 50 --top-p 0.95
 """
@@ -20,6 +20,7 @@ from decode.proposer import stack
 from decode.sampler import BatchSampler
 
 REPETITIONS = 31
+CPU = torch.device("cpu")
 
 
 @torch.inference_mode()
@@ -30,14 +31,16 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.8)
     parser.add_argument("--top-k", type=int, default=50)
     parser.add_argument("--top-p", type=float, default=0.95)
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the model's logits")
     options = parser.parse_args()
     gamma = options.num_draft_tokens
     torch.manual_seed(0)
     logits = 3 * torch.randn(1, gamma + 1, options.vocab_size)
     draft_logits = logits[:, :gamma] + 0.5 * torch.randn(1, gamma, options.vocab_size)
+    logits, draft_logits = (each.to(getattr(torch, options.dtype)) for each in (logits, draft_logits))
 
     params = SamplingParams(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
-    sampler = BatchSampler([Completion([0], params)], [0], [0], SpeculationParams(), torch.device("cpu"))
+    sampler = BatchSampler([Completion([0], params)], [0], [0], SpeculationParams(), CPU, options.vocab_size)
     sampler.begin_round(gamma)
     drafted = torch.zeros(1, 0, dtype=torch.long)
     qs = []
@@ -56,8 +59,9 @@ def main() -> None:
     processors = LogitsProcessorList(warpers)
 
     def transformers() -> None:
+        scores = logits.to(torch.float32, copy=True)
         for position in range(gamma + 1):
-            processors(drafted, logits[:, position]).softmax(dim=-1)
+            processors(drafted, scores[:, position]).softmax(dim=-1)
 
     seconds: dict[str, list[float]] = {"ours": [], "transformers": []}
     for repetition in range(REPETITIONS + 3):

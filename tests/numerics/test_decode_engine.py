@@ -516,16 +516,17 @@ def test_noise_used_twice_fails_the_same_check(
 ) -> None:
     keys = RowNoise.keys
 
-    def wrong(self: RowNoise, purpose: str, *numbers: np.ndarray) -> np.ndarray:
-        if name == "draft and next share" and purpose == "next":
-            return keys(self, "draft", *numbers, np.zeros((1, 1)))
-        if name == "one for all steps" and purpose == "draft":
-            return keys(self, "draft", numbers[0], 0 * numbers[1])
-        if name == "by step alone" and purpose == "draft":
-            return keys(self, "draft", 0 * numbers[0], numbers[1])
-        if name == "one for all places" and purpose == "token":
-            return keys(self, "token", 0 * numbers[0])
-        return keys(self, purpose, *numbers)
+    def wrong(self: RowNoise, purposes: str | list[str], start: np.ndarray, *steps: np.ndarray) -> np.ndarray:
+        drafts = np.array(purposes) == "draft"
+        if name == "draft and next share" and purposes != "token":
+            purposes = ["draft" if purpose == "next" else purpose for purpose in purposes]
+        if name == "one for all steps":
+            steps = tuple(np.where(drafts, 0, step) for step in steps)
+        if name == "by step alone":
+            start = np.where(drafts, 0, start)
+        if name == "one for all places":
+            start = 0 * start
+        return keys(self, purposes, start, *steps)
 
     monkeypatch.setattr(RowNoise, "keys", wrong)
     values = wrong_values(models, "temperature", verification=rule)
