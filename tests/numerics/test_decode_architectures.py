@@ -244,7 +244,7 @@ def test_vocabularies_padded_differently_just_work(
         SamplingParams(max_new_tokens=NUM_NEW),
         SamplingParams(max_new_tokens=NUM_NEW, temperature=1.2, seed=1),
         SamplingParams(max_new_tokens=NUM_NEW, temperature=1.0, top_k=20, seed=2, frequency_penalty=0.3),
-        SamplingParams(max_new_tokens=NUM_NEW, temperature=1.0, top_p=0.9, seed=3, logit_bias={target_vocab - 1: 4.0}),
+        SamplingParams(max_new_tokens=NUM_NEW, temperature=1.0, top_p=0.9, seed=3, logit_bias={target_vocab - 1: 7.0}),
     ]
     for proposer in (model, CascadeProposer(LookupProposer(), model)):
         engine = SpeculativeEngine(

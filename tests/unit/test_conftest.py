@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from decode.sampling import sample
+from decode.sampling import Distribution, sample
 from decode.verify import verify_tokenwise
 from distill.losses import forward_kl
 
@@ -75,10 +75,12 @@ def test_tiny_model_folder_holds_the_model_and_is_built_once(
 
 
 def test_shapes_of_the_pure_modules_are_checked() -> None:
-    with pytest.raises(TypeError, match="uniforms"):
-        sample(torch.full((2, 3), 1 / 3), torch.zeros(3))
-    p, q = torch.full((1, 3, 4), 0.25), torch.full((1, 2, 5), 0.2)
-    with pytest.raises(TypeError, match="draft_probabilities"):
-        verify_tokenwise(p, q, torch.zeros(1, 2).long(), torch.zeros(1, 2), torch.zeros(1))
+    with pytest.raises(TypeError, match="token_ids"):
+        Distribution(torch.full((2, 3), 1 / 3), torch.zeros(4).long())
+    p, q = Distribution(torch.full((1, 3, 4), 0.25)), Distribution(torch.full((1, 2, 4), 0.25))
+    with pytest.raises(TypeError, match="exponentials"):
+        sample(p, torch.ones(3, 1, 4).bool())
+    with pytest.raises(TypeError, match="coins"):
+        verify_tokenwise(p, q, torch.zeros(1, 2).long(), torch.full((1,), 2), torch.zeros(1, 3))
     with pytest.raises(TypeError, match="log_q"):
         forward_kl(torch.zeros(2, 3), torch.zeros(2, 4))
