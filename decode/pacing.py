@@ -84,7 +84,7 @@ class Regime:
 
         Args:
             tokens_per_row: committed in this round, a mean over rows.
-            seconds: of this round.
+            seconds: that such rounds take.
             expected_rate: tokens per second and row, by the acceptance and costs of many rounds.
         """
         self.num_rounds_since_plain += 1
@@ -161,7 +161,9 @@ class Pacer:
         regime.rates = rates = self._rates(regime.costs)
         fixed = self.speculation.num_draft_tokens
         expected = max(rates) if fixed is None else rates[fixed - 1]
-        regime.drafted(fmean(each.num_committed for each in rounds), seconds.total, expected)
+        # a median of rounds like this one: a slow moment of the machine is not the draft's fault
+        usual_seconds = regime.costs.rounds(num_drafted)[-1]
+        regime.drafted(fmean(each.num_committed for each in rounds), usual_seconds, expected)
 
     def betas(self, num_positions: int) -> list[float]:
         """Estimated acceptance at each position, given that it is reached."""
