@@ -115,7 +115,6 @@ class LlamaForward:
         self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.rotary = backbone.rotary_emb
-        self.dtype = model.dtype
         self.cos = self.sin = torch.empty(0, self.head_dim, dtype=model.dtype, device=model.device)
         self.layers = [_Layer(layer, fused, packed) for layer in backbone.layers]
         self.norm, self.norm_eps = backbone.norm.weight, backbone.norm.variance_epsilon

@@ -73,8 +73,8 @@ class Pair:
             if version != FORMAT_VERSION:
                 raise ValueError(f"format_version is {version}, this release reads {FORMAT_VERSION}")
             pair = cls(**content)
-            if not isinstance(pair.target, dict) or type(pair.num_draft_tokens) is not int:
-                raise ValueError("target must be an object and num_draft_tokens a whole number")
+            if not isinstance(pair.target, dict) or type(pair.num_draft_tokens) is not int or pair.num_draft_tokens < 1:
+                raise ValueError("target must be an object and num_draft_tokens a whole number of at least 1")
             if not isinstance(pair.target.get("id"), str | None):
                 raise ValueError("target.id must be a text")
             betas = pair.measured.get("betas", []) if isinstance(pair.measured, dict) else None

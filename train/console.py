@@ -29,6 +29,9 @@ TYPES = {
     r"typing\.": "",
 }
 
+# what to say after Ctrl-C, where that is so
+RESUMES = "interrupted; the same command goes on from what is saved"
+
 
 class Parser(jsonargparse.ArgumentParser):
     """An argument parser whose errors are one line; an unknown key is answered with the nearest known one."""
@@ -97,9 +100,6 @@ def run(program: str, body: Callable[[], None], interrupted: str = "interrupted"
         print_error(program, str(error))
         return 2
     return 0
-
-
-RESUMES = "interrupted; the same command goes on from what is saved"
 
 
 def run_commands(

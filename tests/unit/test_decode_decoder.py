@@ -293,7 +293,7 @@ def test_several_texts_may_take_turns(target_folder: Path, draft_folder: Path, p
     for _ in range(5):
         for stream, tokens in zip(streams, found, strict=True):
             tokens.append(next(stream).token)
-    assert [answer.ids[:3] for answer in decoder.generate(prompts, [SAMPLED, SAMPLED])] == [ids[:3] for ids in expected]
+    assert [answer.ids for answer in decoder.generate(prompts, [SAMPLED, SAMPLED])] == expected
     for stream, tokens in zip(streams, found, strict=True):
         tokens += [piece.token for piece in stream]
     assert found == expected

@@ -68,6 +68,7 @@ def test_a_pair_survives_the_disk(tmp_path: Path) -> None:
         ('{"format_version": 1, "target": {}, "novelty": 1}', "unexpected keyword argument 'novelty'"),
         ('{"format_version": 1, "target": "x"}', "target must be an object"),
         ('{"format_version": 1, "target": {}, "num_draft_tokens": "3"}', "num_draft_tokens a whole number"),
+        ('{"format_version": 1, "target": {}, "num_draft_tokens": 0}', "of at least 1"),
         ('{"format_version": 1, "target": {}, "measured": []}', "measured must be an object"),
         ('{"format_version": 1, "target": {}, "measured": {"betas": ["x"]}}', "and its betas numbers"),
         ("\udcff", "codec can't decode byte 0xff"),
