@@ -36,21 +36,20 @@ class RowNoise:
         sequences = [
             np.random.SeedSequence(seed, spawn_key=(stream,)) for seed, stream in zip(seeds, streams, strict=True)
         ]
-        self.states = np.array([sequence.generate_state(1, np.uint64)[0] for sequence in sequences])
+        states = np.array([sequence.generate_state(1, np.uint64)[0] for sequence in sequences])
+        self.states = _mixed(states[:, None] + np.arange(1, len(PURPOSES) + 1, dtype=np.uint64))
 
-    def keys(self, purposes: str | Sequence[str], *numbers: np.ndarray) -> np.ndarray:
+    def keys(self, purposes: str | Sequence[str], places: np.ndarray, steps: int | np.ndarray = 0) -> np.ndarray:
         """Keys to ask for noise with: uint64 [rows, n].
 
         Args:
             purposes: one for all, or one for each of the n.
-            numbers: what else tells them apart, such as positions; they broadcast to [rows, n].
+            places, steps: what else tells them apart, below 2^40 and 2^24; they broadcast to [rows, n].
         """
         named = [purposes] if isinstance(purposes, str) else purposes
-        codes = np.array([PURPOSES.index(purpose) + 1 for purpose in named], dtype=np.uint64)
-        keys = _mixed(self.states[:, None] + codes)
-        for number in numbers:
-            keys = _mixed(keys ^ (number.astype(np.uint64) * GOLDEN_64))
-        return keys
+        states = self.states[:, [PURPOSES.index(purpose) for purpose in named]]
+        numbers = (places + (steps << 40)).astype(np.uint64)
+        return _mixed(states ^ (numbers * GOLDEN_64))
 
     def uniforms(self, keys: np.ndarray) -> Tensor:
         """fp32 in [0, 1), in the shape of the keys."""
@@ -68,7 +67,7 @@ class RowNoise:
         """
         halves = torch.from_numpy(keys.astype(np.uint64)[..., None].view(np.int32)).to(self.device)
         first, second = halves[..., :1], halves[..., 1:] | 1
-        spread = _spread(token_ids) if self.spread is None else self.spread[token_ids]
+        spread = _spread(token_ids) if self.spread is None else self.spread.take(token_ids)
         if spread.ndim > 1 or keys.size <= ROWS_AT_A_TIME:
             return _exponentials(spread, first, second)
         chunks = zip(*(torch.split(half.reshape(-1, 1), ROWS_AT_A_TIME) for half in (first, second)), strict=True)

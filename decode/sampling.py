@@ -14,7 +14,7 @@ from torch import Tensor
 SPARE_COLUMNS = 14
 # a nucleus is looked for among so many tokens before the whole vocabulary is sorted
 NUCLEUS_COLUMNS = (128, 1024, 8192)
-DRAFT_NUCLEUS_COLUMNS = 256
+DRAFT_NUCLEUS_COLUMNS = 128
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,14 @@ class Distribution:
         """Some of the batch, indexed as a tensor is; columns are left alone."""
         ids = self.token_ids
         return Distribution(self.probabilities[index], ids if ids is None or ids.ndim == 1 else ids[index])  # type: ignore[index]
+
+    def at(self, positions: Int[Tensor, " rows"]) -> "Distribution":
+        """One position of each row: [rows, positions, columns] to [rows, columns]."""
+        index = positions[:, None, None]
+        ids = self.token_ids
+        if ids is not None and ids.ndim > 1:
+            ids = ids.take_along_dim(index, dim=1).squeeze(1)
+        return Distribution(self.probabilities.take_along_dim(index, dim=1).squeeze(1), ids)
 
     def of(self, tokens: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
         """The probability of one token each."""
@@ -165,8 +173,8 @@ class _Whole:
 
 class _Argmax(_Whole):
     def __call__(self, logits: Tensor) -> Distribution:
-        # torch documents the first maximum on every device; in fp32 it is found sooner than in bf16
-        ids = logits.float().argmax(dim=-1, keepdim=True)
+        # torch documents the first maximum on every device; `max` finds it in bf16 sooner than `argmax` does
+        ids = logits.max(dim=-1, keepdim=True).indices
         return Distribution(torch.ones(ids.shape, device=ids.device), ids)
 
 
@@ -196,14 +204,16 @@ class _TopK(_Whole):
 class _Nucleus(_Whole):
     def __call__(self, logits: Tensor) -> Distribution:
         assert self.top_p is not None
-        everything, vocab_size = self.scaled(logits).softmax(dim=-1), logits.shape[-1]
-        for num_columns in (*NUCLEUS_COLUMNS, vocab_size) if self.exact else (DRAFT_NUCLEUS_COLUMNS,):
+        vocab_size = logits.shape[-1]
+        if not self.exact:
+            values, ids = _largest(logits, min(DRAFT_NUCLEUS_COLUMNS, vocab_size))
+            return Distribution(self.truncated(self.scaled(values).softmax(dim=-1)), ids)
+        everything = self.scaled(logits).softmax(dim=-1)
+        for num_columns in (*NUCLEUS_COLUMNS, vocab_size):
             probabilities, ids = _largest(everything, min(num_columns, vocab_size))
-            if not self.exact or probabilities.shape[-1] == vocab_size:
-                break
             # the nucleus must end before the tokens that tie with the last column, which may have more like it outside
             inside = torch.where(probabilities > probabilities[..., -1:], probabilities, 0.0).sum(dim=-1, keepdim=True)
-            if bool((inside >= self.top_p).all()):
+            if probabilities.shape[-1] == vocab_size or bool((inside >= self.top_p).all()):
                 break
         return Distribution(self.truncated(probabilities), ids)
 
@@ -254,9 +264,10 @@ def _largest(
     ordered = depth * width
     maxima = values[..., :ordered].view(*values.shape[:-1], depth, width).amax(dim=-2)
     strips = maxima.topk(min(num_columns, width), dim=-1).indices
-    steps = width * torch.arange(depth, device=values.device)
+    steps = torch.arange(0, ordered, width, device=values.device)
     candidates = (strips.unsqueeze(-2) + steps.unsqueeze(-1)).flatten(-2)
-    rest = torch.arange(ordered, vocab_size, device=values.device).expand(*candidates.shape[:-1], -1)
-    candidates = torch.cat([candidates, rest], dim=-1)
+    if ordered < vocab_size:
+        rest = torch.arange(ordered, vocab_size, device=values.device).expand(*candidates.shape[:-1], -1)
+        candidates = torch.cat([candidates, rest], dim=-1)
     found, places = values.gather(-1, candidates).topk(num_columns, dim=-1)
     return found, candidates.gather(-1, places)

@@ -72,8 +72,7 @@ def verify_block(
     # u in [0, 1) stands for 1 - u in the paper: u < h has probability h, and h = 0, as beyond the drafted, never passes
     positions = torch.arange(1, len(reached), device=coins.device)
     num_accepted = torch.nn.functional.pad((coins < passing[:, 1:]) * positions, (1, 0)).amax(dim=1)
-    here = torch.arange(len(coins), device=coins.device), num_accepted
-    return num_accepted, _or_p(left_over[here], mass[here], p[here])
+    return num_accepted, _or_p(p, left_over, mass).at(num_accepted)
 
 
 def verify_equal(
@@ -135,7 +134,7 @@ def verify_lossy_typical(
     threshold = (epsilon**0.5 * (-entropy).exp()).clamp_max(epsilon)
     passed = p[:, :-1].of(drafted_tokens) > threshold
     num_accepted = _leading(passed & _is_drafted(drafted_tokens, num_drafted))
-    return num_accepted, p[torch.arange(len(num_accepted), device=num_accepted.device), num_accepted]
+    return num_accepted, p.at(num_accepted)
 
 
 def _is_drafted(drafted_tokens: Tensor, num_drafted: Tensor) -> Tensor:
@@ -159,12 +158,12 @@ def _leading(passed: Tensor) -> Tensor:
 
 def _residual(p: Distribution, q: Distribution, num_drafted: Tensor, num_accepted: Tensor) -> Distribution:
     """(p - q)+ at the position after the accepted tokens."""
-    here = torch.arange(len(num_accepted), device=num_accepted.device), num_accepted
-    left_over = p[here].excess(_with_zeros(q, num_drafted)[here])
-    return _or_p(left_over, left_over.sum(dim=1), p[here])
+    here = p.at(num_accepted)
+    left_over = here.excess(_with_zeros(q, num_drafted).at(num_accepted))
+    return _or_p(here, left_over, left_over.sum(dim=-1))
 
 
-def _or_p(left_over: Tensor, mass: Tensor, p: Distribution) -> Distribution:
+def _or_p(p: Distribution, left_over: Tensor, mass: Tensor) -> Distribution:
     """Weights left over, or p itself where rounding leaves nothing."""
-    weights = torch.where(mass.unsqueeze(1) >= SMALLEST_MASS, left_over, p.probabilities)
+    weights = torch.where(mass.unsqueeze(-1) >= SMALLEST_MASS, left_over, p.probabilities)
     return Distribution(weights, p.token_ids)

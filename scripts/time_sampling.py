@@ -1,8 +1,9 @@
-"""What choosing tokens costs in one round, beside transformers' logits processors on the same logits.
+"""What choosing tokens costs in one round, beside transformers on the same logits.
 
-Ours: distributions at 5 positions, block verification of 4 drafted tokens, the token after them. Transformers': its
-cast to fp32, its processors, position by position as its assisted generation calls them, and the softmax after them,
-without its verification. Turn by turn in one process; medians.
+Processors: from logits to distributions at 5 positions; transformers' one position at a time, as its assisted
+generation calls them, and the softmax after them. Round: that, the verification of 4 drafted tokens (ours by block,
+theirs token by token) and the token after them. Turn by turn in one process, on logits that have just been written, as
+a model's head would have; medians.
 
     python scripts/time_sampling.py --vocab-size 150000 --top-k 50 --top-p 0.95
 """
@@ -13,13 +14,15 @@ from time import perf_counter
 
 import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers.generation.utils import _speculative_sampling
 
 from decode.completion import Completion
 from decode.params import SamplingParams, SpeculationParams
 from decode.proposer import stack
 from decode.sampler import BatchSampler
+from decode.sampling import Distribution
 
-REPETITIONS = 31
+REPETITIONS, WARM_UP = 44, 3
 CPU = torch.device("cpu")
 
 
@@ -48,30 +51,42 @@ def main() -> None:
         token, q = sampler.draft(draft_logits[:, step], drafted)
         drafted, qs = torch.cat([drafted, token.unsqueeze(1)], dim=1), [*qs, q]
 
-    def ours() -> None:
+    def our_processors(logits: torch.Tensor) -> Distribution:
+        return sampler.distribution(logits, drafted)
+
+    def our_round(logits: torch.Tensor) -> None:
         sampler.begin_round(gamma)
-        p = sampler.distribution(logits, drafted)
-        sampler.judge(p, stack(qs), drafted, torch.tensor([gamma]))
+        sampler.judge(our_processors(logits), stack(qs), drafted, torch.tensor([gamma]))
 
     warpers: list = [TemperatureLogitsWarper(options.temperature)]
     warpers += [TopKLogitsWarper(options.top_k)] if options.top_k else []
     warpers += [TopPLogitsWarper(options.top_p)] if options.top_p < 1 else []
     processors = LogitsProcessorList(warpers)
 
-    def transformers() -> None:
+    their_q = processors(drafted, draft_logits[0].float()).unsqueeze(0)
+
+    def their_scores(logits: torch.Tensor) -> torch.Tensor:
         scores = logits.to(torch.float32, copy=True)
         for position in range(gamma + 1):
-            processors(drafted, scores[:, position]).softmax(dim=-1)
+            scores[:, position] = processors(drafted, scores[:, position])
+        return scores
 
-    seconds: dict[str, list[float]] = {"ours": [], "transformers": []}
-    for repetition in range(REPETITIONS + 3):
-        for name, work in (("ours", ours), ("transformers", transformers)):
-            started = perf_counter()
-            work()
-            if repetition >= 3:
-                seconds[name].append(perf_counter() - started)
-    mine, theirs = (1000 * median(each) for each in seconds.values())
-    print(f"ours {mine:.2f} ms, transformers {theirs:.2f} ms a round of {gamma + 1}: {theirs / mine:.1f} times less")
+    def their_processors(logits: torch.Tensor) -> None:
+        their_scores(logits).softmax(dim=-1)
+
+    def their_round(logits: torch.Tensor) -> None:
+        _speculative_sampling(drafted, their_q, gamma, their_scores(logits))
+
+    for name, turns in (("processors", (our_processors, their_processors)), ("round", (our_round, their_round))):
+        seconds: list[list[float]] = [[], []]
+        for _ in range(REPETITIONS):
+            for work, taken in zip(turns, seconds, strict=True):
+                fresh = logits.clone()
+                started = perf_counter()
+                work(fresh)
+                taken.append(perf_counter() - started)
+        mine, theirs = (1000 * median(taken[WARM_UP:]) for taken in seconds)
+        print(f"{name}: ours {mine:.2f} ms, transformers {theirs:.2f} ms, {theirs / mine:.1f} times less")
 
 
 if __name__ == "__main__":

@@ -40,10 +40,9 @@ def test_keys_differ_by_seed_stream_purpose_and_every_number() -> None:
     seeds, streams = [*range(20), *large_seeds], list(range(6))
     pairs = list(itertools.product(seeds, streams))
     rows = noise(*(seed for seed, _ in pairs), streams=[stream for _, stream in pairs])
-    places = np.concatenate([np.arange(10), [1000, 2**31, 2**32, 2**40]])
+    places = np.concatenate([np.arange(10), [1000, 2**31, 2**32, 2**40 - 1]])
     first, second = (each.reshape(1, -1) for each in np.meshgrid(places, np.arange(3)))
     keys = [rows.keys(purpose, first, second) for purpose in PURPOSES]
-    keys += [rows.keys(purpose, first[:, : len(places)]) for purpose in PURPOSES]
     assert len(np.unique(np.concatenate(keys, axis=1))) == sum(each.size for each in keys)
 
 
@@ -51,7 +50,7 @@ def test_keys_differ_by_seed_stream_purpose_and_every_number() -> None:
 def test_a_seed_beyond_32_bits_is_not_another_seed_and_stream(stream: int) -> None:
     """As it would be if the words of both were joined and filled up with zeros."""
     states = noise(5, 5 + (stream << 32), streams=[stream, 0]).states
-    assert states[0] != states[1]
+    assert (states[0] != states[1]).all()
 
 
 def test_numbers_broadcast_and_their_order_counts() -> None:
