@@ -2,14 +2,10 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from .params import FinishReason, Provenance, SamplingParams
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 # a character has at most four bytes: text that is still incomplete after so many tokens will stay so
 MAX_BYTES, MAX_INCOMPLETE_TOKENS = 4, 16
@@ -35,12 +31,10 @@ class Completion:
     Attributes:
         ids: the new tokens, with the stop token, or the token that completed a stop string, as the last.
         provenance: where each of them came from.
-        pieces: the text that each of them added: complete characters, nothing of a stop string.
+        pieces: the text that each of them added: complete characters, nothing of a stop string; text: all of it.
         logprobs: of each of them, when asked for.
         finish_reason: "stop" for a stop token or stop string, "length" for max_new_tokens; None while unfinished.
         stop_reason: the stop token's id, or the stop string.
-        hidden_states: [len(ids), hidden], what entered the output head for each token, when asked for.
-        log_normalizers: fp32 [len(ids)], logsumexp of the unprocessed logits of each token, when asked for.
 
     Raises:
         ValueError: params need a tokenizer and there is none.
@@ -74,13 +68,11 @@ class Completion:
             self.bad_words = [ids for ids in _token_sequences(tokenizer, tuple(params.bad_words)) if ids not in ends]
         self.ids: list[int] = []
         self.provenance: list[Provenance] = []
-        self.pieces: list[str] = []
-        self.text = ""
+        self._pieces: list[str] = []
+        self._text = ""
         self.logprobs: list[Logprobs] = []
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
-        self.hidden_states: Tensor | None = None
-        self.log_normalizers: Tensor | None = None
 
     @property
     def num_remaining(self) -> int:
@@ -92,42 +84,63 @@ class Completion:
             self.ids.append(token)
             self.sequence.append(token)
             self.provenance.append(origin)
-            if self.detokenizer:
-                self._add_text(self.detokenizer.push(token))
+            if self.stop_strings:
+                self._detokenize()
             if self.finish_reason is None and token in self.stop_ids and len(self.ids) > self.params.min_new_tokens:
                 self.finish_reason, self.stop_reason = "stop", token
             if self.finish_reason is None and self.num_remaining == 0:
                 self.finish_reason = "length"
             if self.finish_reason:
-                if self.detokenizer and not isinstance(self.stop_reason, str):
-                    self._add_text(self.detokenizer.flush(), to_last_piece=True)
+                if self.stop_strings:
+                    self._detokenize()
                 return kept
         return len(tokens)
 
     @property
+    def pieces(self) -> list[str]:
+        self._detokenize()
+        return self._pieces
+
+    @property
+    def text(self) -> str:
+        self._detokenize()
+        return self._text
+
+    @property
     def num_certain_pieces(self) -> int:
         """How many pieces can be shown: those that cannot turn out to be the beginning of a stop string."""
+        pieces = self.pieces
         if self.finish_reason or not self.stop_strings:
-            return len(self.pieces)
-        held = max(_length_of_beginning(self.text, stop) for stop in self.stop_strings)
-        num_pieces = len(self.pieces)
+            return len(pieces)
+        held = max(_length_of_beginning(self._text, stop) for stop in self.stop_strings)
+        num_pieces = len(pieces)
         while held > 0:
             num_pieces -= 1
-            held -= len(self.pieces[num_pieces])
+            held -= len(pieces[num_pieces])
         return num_pieces
+
+    def _detokenize(self) -> None:
+        """Give each token that has none its piece of text: when somebody asks for it, or a stop string may be in it."""
+        if self.detokenizer is None:
+            return
+        for token in self.ids[len(self._pieces) :]:
+            self._add_text(self.detokenizer.push(token))
+        if self.finish_reason and not isinstance(self.stop_reason, str):
+            self._add_text(self.detokenizer.flush(), to_last_piece=True)
+            self.detokenizer = None
 
     def _add_text(self, piece: str, to_last_piece: bool = False) -> None:
         if to_last_piece:
-            self.pieces[-1] += piece
+            self._pieces[-1] += piece
         else:
-            self.pieces.append(piece)
-        self.text += piece
+            self._pieces.append(piece)
+        self._text += piece
         if len(self.ids) <= self.params.min_new_tokens:
             return
         # a stop string that ends in this piece; of several, the one that begins first
         found = []
         for stop in self.stop_strings:
-            start = self.text.find(stop, max(len(self.text) - len(piece) - len(stop) + 1, 0))
+            start = self._text.find(stop, max(len(self._text) - len(piece) - len(stop) + 1, 0))
             if start >= 0:
                 found.append((start, stop))
         if found:
@@ -136,12 +149,12 @@ class Completion:
             self._cut_text(start)
 
     def _cut_text(self, length: int) -> None:
-        excess = len(self.text) - length
-        self.text = self.text[:length]
-        for place in reversed(range(len(self.pieces))):
-            piece = self.pieces[place]
-            self.pieces[place] = piece[: max(len(piece) - excess, 0)]
-            excess -= len(piece) - len(self.pieces[place])
+        excess = len(self._text) - length
+        self._text = self._text[:length]
+        for place in reversed(range(len(self._pieces))):
+            piece = self._pieces[place]
+            self._pieces[place] = piece[: max(len(piece) - excess, 0)]
+            excess -= len(piece) - len(self._pieces[place])
 
 
 class Detokenizer:

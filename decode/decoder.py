@@ -1,9 +1,12 @@
 """Text in, text out: the decoder that people use."""
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -27,6 +30,8 @@ from .prompts import Prompt, as_messages, encode, encode_raw
 from .proposer import DraftModelProposer, Proposer
 from .speculative import SpeculativeEngine
 from .trace import Trace
+
+logger = logging.getLogger(__name__)
 
 Chat = str | Sequence[dict[str, str]]
 
@@ -150,6 +155,7 @@ class SpeculativeDecoder:
             refuse_other_tokenizer(tokenizer, load_tokenizer(draft_name, "draft"), target, draft_name)
             target_model = load_model(target, dtype, "target")
             draft_model = load_model(draft_name, draft_dtype or dtype, "draft", draft_device)
+            _share_embeddings(draft_model, target_model)
             draft_vocab = load_draft_vocab(folder) if pair else None
             if draft_vocab is not None:
                 draft_vocab = draft_vocab.to(draft_model.device)
@@ -261,6 +267,22 @@ def _reference_text(speculation: SpeculationParams) -> str:
         return Path(speculation.reference).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"reference {speculation.reference}: cannot be read as UTF-8 text: {error}") from error
+
+
+def _share_embeddings(draft: PreTrainedModel, target: PreTrainedModel) -> None:
+    """Let the draft's embeddings and head be the target's own tensors where they are equal: held in memory once."""
+    theirs: list[Any] = [target.get_input_embeddings().weight, target.get_output_embeddings().weight]
+    spared: dict[int, int] = {}
+    modules: list[Any] = [draft.get_input_embeddings(), draft.get_output_embeddings()]
+    for module in modules:
+        weight = module.weight
+        for candidate in theirs:
+            if (weight.dtype, weight.device) == (candidate.dtype, candidate.device) and torch.equal(weight, candidate):
+                spared[weight.data_ptr()] = weight.nbytes
+                module.weight = candidate
+                break
+    if spared:
+        logger.info("draft shares %.1f MiB of embeddings with the target", sum(spared.values()) / 2**20)
 
 
 def _proposer(speculation: SpeculationParams, draft: DraftModelProposer | None, tokenizer: Tokenizer) -> Proposer:

@@ -1,28 +1,7 @@
-"""The output head of a model: what enters it, and which tokens it has."""
+"""The output head of a model: which tokens it has."""
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-
-
-class HeadInput:
-    """Context manager that keeps what enters the output head: the final hidden states of the latest pass.
-
-    `states` is [batch, n, hidden], in the model's dtype.
-    """
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.head: nn.Module = model.get_output_embeddings()
-        self.states: Tensor
-
-    def keep(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        self.states = args[0]
-
-    def __enter__(self) -> "HeadInput":
-        self.handle = self.head.register_forward_pre_hook(self.keep)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.handle.remove()
 
 
 def reduce_output_vocabulary(model: PreTrainedModel, token_ids: Tensor) -> None:

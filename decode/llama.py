@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .cache import KVCache
-from .head import HeadInput
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +60,7 @@ def _reason_against(model: PreTrainedModel) -> str | None:
     for name, module in model.named_modules():
         if not (type(module) in KNOWN_MODULES or type(module).__module__.startswith("transformers.")):
             return f"it has a module of its own, {name or 'model'}: {type(module).__name__}"
-        if "forward" in vars(module) or module._forward_hooks or any(map(_changes, module._forward_pre_hooks.values())):
+        if "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
             return f"its module {name or 'model'} has a hook or a forward of its own"
     layers: Any = model.get_decoder().layers
     if len(layers) != config.num_hidden_layers:
@@ -69,11 +68,6 @@ def _reason_against(model: PreTrainedModel) -> str | None:
     if any(layer.self_attn.scaling != layer.self_attn.head_dim**-0.5 for layer in layers):
         return "its attention is not scaled by the root of head_dim"
     return None
-
-
-def _changes(hook: Callable[..., object]) -> bool:
-    """Whether a hook may change what passes; ours only looks."""
-    return not isinstance(getattr(hook, "__self__", None), HeadInput)
 
 
 def _version(model: PreTrainedModel) -> Version:

@@ -158,11 +158,12 @@ class Pacer:
             regime.passed_plainly()
             return
         self._count_acceptance(num_drafted, rounds)
-        regime.rates = rates = self._rates(regime.costs)
         fixed = self.speculation.num_draft_tokens
+        usual = regime.costs.rounds(max(num_drafted, fixed or self.speculation.max_draft_tokens))
+        regime.rates = rates = self._rates(usual)
         expected = max(rates) if fixed is None else rates[fixed - 1]
         # a median of rounds like this one: a slow moment of the machine is not the draft's fault
-        usual_seconds = regime.costs.rounds(num_drafted)[-1]
+        usual_seconds = usual[num_drafted - 1]
         regime.drafted(fmean(each.num_committed for each in rounds), usual_seconds, expected)
 
     def betas(self, num_positions: int) -> list[float]:
@@ -178,11 +179,10 @@ class Pacer:
             betas.append((accepted + PRIOR_WEIGHT * prior) / (reached + PRIOR_WEIGHT))
         return betas
 
-    def _rates(self, costs: Costs) -> list[float]:
-        """Expected tokens per second and row of rounds that draft 1, 2, … tokens."""
-        most = self.speculation.num_draft_tokens or self.speculation.max_draft_tokens
+    def _rates(self, rounds: list[float]) -> list[float]:
+        """Expected tokens per second and row of rounds that draft 1, 2, … tokens and take so many seconds."""
         reached, tokens, rates = 1.0, 1.0, []
-        for beta, seconds in zip(self.betas(most), costs.rounds(most), strict=True):
+        for beta, seconds in zip(self.betas(len(rounds)), rounds, strict=True):
             reached *= beta
             tokens += reached
             rates.append(tokens / seconds)

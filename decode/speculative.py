@@ -1,7 +1,6 @@
 """The loop: propose, verify in one target pass, commit. Without a proposer, it is plain decoding."""
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,13 +16,6 @@ from .sampler import BatchSampler
 from .trace import Round, Seconds, Stopwatch, Trace
 
 PLAIN = SpeculationParams()
-
-
-class Pass(NamedTuple):
-    """A target pass: which rows it was for, and its logits [rows, drafted + 1, vocab], before any processing."""
-
-    rows: list[int]
-    logits: Tensor
 
 
 class SpeculativeEngine:
@@ -113,11 +105,11 @@ class SpeculativeEngine:
     @torch.inference_mode()
     def rounds(
         self, completions: list[Completion], traces: list[Trace], streams: list[int] | None = None
-    ) -> Iterator[Pass]:
+    ) -> Iterator[list[int]]:
         """Run round after round until every row has ended, filling `completions` and `traces` in place.
 
         A round drafts some tokens for every unfinished row, scores them in one target pass, and commits the accepted
-        ones and one more from the target. Yields after each round, for whoever streams.
+        ones and one more from the target. Yields after each round which rows it was for.
         """
         if not completions:
             return
@@ -170,7 +162,7 @@ class SpeculativeEngine:
                     sampler.select_rows(going)
                     if self.proposer:
                         self.proposer.select_rows(going)
-            yield Pass(round_rows, logits)
+            yield round_rows
 
     def _propose(self, sequences: list[list[int]], num_drafted: list[int], sampler: BatchSampler) -> Proposal:
         if self.proposer and max(num_drafted) > 0:

@@ -1,6 +1,7 @@
 """Text in, text out: what is streamed is what is generated, and a pair loads in each of its forms."""
 
 import json
+import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedToken
 
 from decode import SamplingParams, SpeculationParams, SpeculativeDecoder
 from decode.decoder import Generation
+from decode.llama import llama_forward
 from decode.pair import Pair, save_draft_vocab
 from decode.plain import PlainDecoder
 from decode.prompts import Prompt, as_messages
@@ -167,6 +169,91 @@ def test_a_reduced_vocabulary_is_a_view_of_the_draft(pair_folder: Path) -> None:
     text = torch.tensor([decoder.encode("Hello")])
     with torch.inference_mode():
         torch.testing.assert_close(decoder.draft.score(text), full(text).logits[..., ids], rtol=0, atol=1e-5)
+
+
+@pytest.fixture(params=[False, True], ids=["untied", "tied"])
+def relatives(
+    request: pytest.FixtureRequest,
+    tiny_llama: Callable[..., LlamaForCausalLM],
+    byte_tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+) -> tuple[str, str]:
+    """Folders of a target and of a draft with its embeddings and head, and a layer of its own."""
+    target = tiny_llama(seed=0, tie_word_embeddings=request.param)
+    draft = tiny_llama(seed=1, num_layers=1, tie_word_embeddings=request.param)
+    draft.model.embed_tokens.load_state_dict(target.model.embed_tokens.state_dict())
+    draft.lm_head.load_state_dict(target.lm_head.state_dict())
+    for name, model in (("target", target), ("relative", draft)):
+        model.save_pretrained(tmp_path / name)
+        byte_tokenizer.save_pretrained(tmp_path / name)
+    return str(tmp_path / "target"), str(tmp_path / "relative")
+
+
+def shares(decoder: SpeculativeDecoder) -> tuple[bool, bool]:
+    """Whether target and draft have one and the same embedding, and one and the same head."""
+    models = decoder.target, decoder.draft.model
+    embeddings = {model.get_input_embeddings().weight.data_ptr() for model in models}
+    return len(embeddings) == 1, len({model.get_output_embeddings().weight.data_ptr() for model in models}) == 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_embeddings_of_the_target_are_held_once(
+    relatives: tuple[str, str], dtype: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    target, draft = relatives
+    with caplog.at_level(logging.INFO):
+        decoder = SpeculativeDecoder.from_pretrained(target, draft, dtype=dtype)
+    assert shares(decoder) == (True, True)
+    tied = decoder.target.config.tie_word_embeddings
+    num_spared = (1 if tied else 2) * 259 * 32 * decoder.target.dtype.itemsize
+    assert caplog.text.count("embeddings with the target") == 1
+    assert f"draft shares {num_spared / 2**20:.1f} MiB of embeddings with the target" in caplog.text
+    assert (decoder.draft.model.lm_head.weight is decoder.draft.model.model.embed_tokens.weight) == tied
+    # nothing else has changed
+    stock = AutoModelForCausalLM.from_pretrained(draft, dtype=dtype)
+    text = torch.tensor([decoder.encode("Hello")])
+    with torch.inference_mode():
+        assert torch.equal(decoder.draft.score(text), stock(text).logits)
+    fast = llama_forward(decoder.draft.model)
+    assert fast is not None
+    decoder.generate("Hello", SAMPLED)
+    assert llama_forward(decoder.draft.model) is fast
+    params = SamplingParams(max_new_tokens=20)
+    (plain,) = decoder.plain.generate_ids([decoder.encode("Hello")], params)
+    assert dtype == "bfloat16" or decoder.generate("Hello", params)[0].ids == plain.ids
+
+
+def test_a_reduced_head_is_the_drafts_own(relatives: tuple[str, str], tmp_path: Path) -> None:
+    target, draft = relatives
+    shutil.copytree(draft, tmp_path / "pair" / "draft")
+    Pair(target={"id": target}).save(tmp_path / "pair")
+    ids = torch.tensor([2, *range(40, 140)])
+    save_draft_vocab(tmp_path / "pair", ids)
+    decoder = SpeculativeDecoder.from_pretrained(None, str(tmp_path / "pair"))
+    assert shares(decoder) == (True, False)
+    assert torch.equal(decoder.draft.model.lm_head.weight, decoder.target.lm_head.weight[ids])
+    assert decoder.target.lm_head.weight.shape == (259, 32)
+    params = SamplingParams(max_new_tokens=20)
+    (plain,) = decoder.plain.generate_ids([decoder.encode("Hello")], params)
+    assert decoder.generate("Hello", params)[0].ids == plain.ids
+
+
+def test_other_embeddings_stay_apart(
+    relatives: tuple[str, str], draft_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    target, draft = relatives
+    with caplog.at_level(logging.INFO):
+        assert shares(SpeculativeDecoder.from_pretrained(target, str(draft_folder))) == (False, False)
+        assert shares(SpeculativeDecoder.from_pretrained(target, draft, draft_dtype="bfloat16")) == (False, False)
+    assert "embeddings with the target" not in caplog.text
+    # one weight of the embeddings alone is enough; an untied head stays shared
+    model = AutoModelForCausalLM.from_pretrained(draft)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[258, 31] += 0.01
+    model.save_pretrained(draft)
+    decoder = SpeculativeDecoder.from_pretrained(target, draft)
+    assert shares(decoder) == (False, not model.config.tie_word_embeddings)
+    assert not torch.equal(decoder.draft.model.model.embed_tokens.weight, decoder.target.model.embed_tokens.weight)
 
 
 def test_a_draft_without_a_pair_needs_a_target(draft_folder: Path, target_folder: Path) -> None:
