@@ -1,9 +1,11 @@
 """Checkpoints that survive a kill at any moment: safetensors and JSON, hashed, renamed into place.
 
-A checkpoint holds the trainable parameters, the optimisers' state and the loop's counters. It holds no frozen
-parameter, because the task brings those, and no state of a random generator, because the loop seeds every
-step from (seed, step, rank): a resumed process therefore draws what an uninterrupted one would have drawn,
-on every rank, though only the main one writes.
+A checkpoint holds the trainable parameters, their average if there is one, the optimisers' state and the loop's
+counters. It holds no frozen parameter, because the task brings those, and no state of a random generator, because
+the loop seeds every step from (seed, step, rank): a resumed process therefore draws what an uninterrupted one would
+have drawn, on every rank, though only the main one writes.
+
+Beside the checkpoints, step-000123, lie the best weights so far, best-000120.
 """
 
 import hashlib
@@ -11,7 +13,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from safetensors.torch import load_file, save_file
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 def save_checkpoint(
@@ -31,6 +33,7 @@ def save_checkpoint(
     optimizers: Sequence[torch.optim.Optimizer],
     state: dict[str, Any],
     keep: int,
+    average: Mapping[str, torch.Tensor] | None = None,
 ) -> Path:
     """Writes `folder`/step-000123, complete or not at all, and removes all but the newest `keep`.
 
@@ -41,26 +44,34 @@ def save_checkpoint(
         optimizers: their per-parameter state is written; their settings follow from the configuration.
         state: the loop's counters, JSON values.
         keep: how many checkpoints stay.
+        average: of the weights, by name of the parameter, if there is one.
     """
-    final = folder / f"step-{step:06d}"
-    temporary = folder / f".{final.name}.tmp"
-    remove_folder(temporary)
-    temporary.mkdir(parents=True)
-    save_file(_parameters(module), temporary / "model.safetensors")
-    save_file(_optimizer_tensors(optimizers), temporary / "optimizer.safetensors")
-    (temporary / "state.json").write_text(json.dumps(state), encoding="utf-8")
-    hashes = {file.name: _sha256(file) for file in sorted(temporary.iterdir())}
-    manifest = {"format_version": FORMAT_VERSION, "step": step, "sha256": hashes}
-    (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-    publish(temporary, final)
-    for old in _folders(folder)[:-keep]:
+    files: dict[str, Mapping[str, torch.Tensor]] = {
+        "model": _parameters(module),
+        "optimizer": _optimizer_tensors(optimizers),
+    }
+    if average is not None:
+        files["average"] = {name: _plain(tensor) for name, tensor in average.items()}
+    final = _write(folder / f"step-{step:06d}", step, files, state)
+    for old in _folders(folder, "step")[:-keep]:
         remove_folder(old)
+    _remove_superseded(folder)
+    return final
+
+
+def save_best(folder: Path, step: int, module: torch.nn.Module) -> Path:
+    """Writes the trainable parameters to `folder`/best-000123, complete or not at all.
+
+    It supersedes the earlier ones, of which only those stay that a checkpoint would resume with.
+    """
+    final = _write(folder / f"best-{step:06d}", step, {"model": _parameters(module)})
+    _remove_superseded(folder)
     return final
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
     """The newest checkpoint whose files match its manifest; logs a line for each that does not."""
-    for candidate in reversed(_folders(folder)):
+    for candidate in reversed(_folders(folder, "step")):
         fault = _fault(candidate)
         if fault is None:
             return candidate
@@ -69,9 +80,12 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 
 def load_checkpoint(
-    checkpoint: Path, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+    checkpoint: Path,
+    module: torch.nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    average: Mapping[str, torch.Tensor] | None = None,
 ) -> dict[str, Any]:
-    """Puts a checkpoint's tensors into the module and the optimisers, in place.
+    """Puts a checkpoint's tensors into the module, the optimisers and the average, in place.
 
     Returns:
         The loop's counters, as given to `save_checkpoint`.
@@ -79,14 +93,11 @@ def load_checkpoint(
     Raises:
         ValueError: the checkpoint is of other parameters.
     """
-    saved = load_file(checkpoint / "model.safetensors")
-    trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    shapes = {name: p.shape for name, p in trainable.items()}
-    if shapes != {name: tensor.shape for name, tensor in saved.items()}:
-        raise ValueError(f"output: {checkpoint} holds other parameters than this model; give another output")
-    with torch.no_grad():
-        for name, parameter in trainable.items():
-            parameter.copy_(saved[name])
+    _load_parameters(checkpoint, module)
+    if average is not None:
+        saved = load_file(checkpoint / "average.safetensors")
+        for name, tensor in average.items():
+            tensor.copy_(saved[name])
     states: list[dict[int, dict[str, torch.Tensor]]] = [{} for _ in optimizers]
     for key, tensor in load_file(checkpoint / "optimizer.safetensors").items():
         optimizer_index, parameter_index, name = key.split(".", 2)
@@ -97,9 +108,22 @@ def load_checkpoint(
     return state
 
 
+def load_best(folder: Path, step: int, module: torch.nn.Module) -> None:
+    """Puts what `save_best` wrote at this step into the module, in place.
+
+    Raises:
+        ValueError: it is not there, broken, or of other parameters.
+    """
+    best = folder / f"best-{step:06d}"
+    fault = _fault(best)
+    if fault is not None:
+        raise ValueError(f"output: the best weights, {best}, are broken ({fault}); train anew in another output")
+    _load_parameters(best, module)
+
+
 def discard_after(folder: Path, checkpoint: Path | None) -> None:
-    """Removes leftovers, and the broken checkpoints newer than `checkpoint` that the run will write again."""
-    for other in _folders(folder):
+    """Removes leftovers, and what is newer than `checkpoint`, broken or not, and will be written again."""
+    for other in (*_folders(folder, "step"), *_folders(folder, "best")):
         if checkpoint is None or _step(other) > _step(checkpoint):
             remove_folder(other)
     for leftover in folder.glob(".*.tmp"):
@@ -133,6 +157,45 @@ def write_text(path: Path, text: str) -> None:
     _fsync(path.parent)
 
 
+def _write(
+    final: Path, step: int, files: Mapping[str, Mapping[str, torch.Tensor]], state: dict[str, Any] | None = None
+) -> Path:
+    """A folder of safetensors files, by name, the state and a manifest of them all; complete or not at all."""
+    temporary = final.with_name(f".{final.name}.tmp")
+    remove_folder(temporary)
+    temporary.mkdir(parents=True)
+    for name, tensors in files.items():
+        save_file(dict(tensors), temporary / f"{name}.safetensors")
+    if state is not None:
+        (temporary / "state.json").write_text(json.dumps(state), encoding="utf-8")
+    hashes = {file.name: _sha256(file) for file in sorted(temporary.iterdir())}
+    manifest = {"format_version": FORMAT_VERSION, "step": step, "sha256": hashes}
+    (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+    publish(temporary, final)
+    return final
+
+
+def _remove_superseded(folder: Path) -> None:
+    """Keeps the newest of the best weights, and for each checkpoint the newest that are not newer than it."""
+    best = _folders(folder, "best")
+    ends = [_step(checkpoint) for checkpoint in _folders(folder, "step")]
+    needed = {max((path for path in best if _step(path) <= end), key=_step, default=None) for end in ends}
+    for path in best[:-1]:
+        if path not in needed:
+            remove_folder(path)
+
+
+def _load_parameters(folder: Path, module: torch.nn.Module) -> None:
+    saved = load_file(folder / "model.safetensors")
+    trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    shapes = {name: p.shape for name, p in trainable.items()}
+    if shapes != {name: tensor.shape for name, tensor in saved.items()}:
+        raise ValueError(f"output: {folder} holds other parameters than this model; give another output")
+    with torch.no_grad():
+        for name, parameter in trainable.items():
+            parameter.copy_(saved[name])
+
+
 def _parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: _plain(p) for name, p in module.named_parameters() if p.requires_grad}
 
@@ -152,13 +215,13 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu().contiguous()
 
 
-def _folders(folder: Path) -> list[Path]:
-    """Checkpoint folders, oldest first."""
-    return sorted((p for p in folder.glob("step-*") if p.name[5:].isdecimal()), key=_step)
+def _folders(folder: Path, kind: str) -> list[Path]:
+    """Those of one kind, step or best, oldest first."""
+    return sorted((p for p in folder.glob(f"{kind}-*") if p.name[len(kind) + 1 :].isdecimal()), key=_step)
 
 
-def _step(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("step-"))
+def _step(folder: Path) -> int:
+    return int(folder.name.rpartition("-")[2])
 
 
 def _fault(checkpoint: Path) -> str | None:

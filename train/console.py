@@ -27,6 +27,9 @@ TYPES = {
     r"Expected an? (.*?)\. Got value: ": r"expected \1, got ",
     r"<class '(\w+)'>": r"\1",
     r"typing\.": "",
+    # null may be left out, and who gives a value means something else
+    r"(expected one of .*?), NoneType(?=, got )": r"\1",
+    r"expected one of ([^,]+)(?=, got )": r"expected \1",
 }
 
 # what to say after Ctrl-C, where that is so

@@ -105,6 +105,10 @@ class Engine:
         total: torch.Tensor = self._accelerator.reduce(values.to(self._accelerator.device), reduction="sum")
         return total
 
+    def agree(self, answer: bool) -> bool:
+        """The main process's answer, on every process."""
+        return bool(self.sum(torch.tensor(float(answer and self.is_main))).item())
+
     def barrier(self) -> None:
         """Waits until every process is here."""
         self._accelerator.wait_for_everyone()

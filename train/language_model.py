@@ -1,7 +1,7 @@
 """The cross-entropy task of `spec-train`."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,8 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from .config import LanguageModelConfig
-from .language_data import Row, read_rows
+from .data import Row, learnable, read_rows
+from .data_check import check_data
 from .loop import FitResult, StepOutput, fit
 
 IGNORED = -100
@@ -49,12 +50,17 @@ class LanguageModelTask:
         tokenizer: saved beside the model.
         eval_rows: held-out rows; empty for no evaluation.
         micro_batch_size: rows per forward pass of an evaluation.
+        state: nothing; every step is like the others.
     """
 
     module: CrossEntropy
     tokenizer: Any
     eval_rows: Sequence[Row]
     micro_batch_size: int
+    state: dict[str, Any] = field(default_factory=dict, init=False)
+
+    def begin_step(self, step: int, num_steps: int) -> None:
+        """Nothing to do."""
 
     def collate(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         """Rows padded on the right to input_ids, attention_mask and labels, int64 [batch, longest]."""
@@ -92,17 +98,14 @@ class LanguageModelTask:
 
 
 def train_language_model(config: LanguageModelConfig) -> FitResult:
-    """Reads the data, loads the model in fp32, trains it.
+    """Reads the data, loads the model in fp32, checks that they make sense, trains it.
 
     Raises:
         ValueError, OSError: data or model that cannot be used; nothing has been written then.
     """
-    for path in (config.data, config.eval_data):
-        if path is not None and not Path(path).exists():
-            raise FileNotFoundError(f"data: {path} does not exist")
     tokenizer = _load(AutoTokenizer, config.model)
-    rows = read_rows(Path(config.data), tokenizer, config.max_length)
-    eval_rows = read_rows(Path(config.eval_data), tokenizer, config.max_length) if config.eval_data else []
+    rows = read_rows(config.data, tokenizer, config.max_length)
+    eval_rows = read_rows(config.eval_data, tokenizer, config.max_length) if config.eval_data else []
     model = _load(AutoModelForCausalLM, config.model, dtype=torch.float32)
     largest = max(int(row["input_ids"].max()) for row in [*rows, *eval_rows])
     if largest >= model.config.vocab_size:
@@ -110,6 +113,11 @@ def train_language_model(config: LanguageModelConfig) -> FitResult:
             f"data: token id {largest} is beyond the {model.config.vocab_size} of {config.model}; "
             f"tokenize the data with this model's tokenizer"
         )
+    for name, given in (("data", rows), ("eval_data", eval_rows)):
+        if given:
+            stop_ids = _stop_ids(model, tokenizer)
+            check_data(given, tokenizer, stop_ids=stop_ids, limits=config.data_limits, name=name)
+    rows, eval_rows = learnable(rows), learnable(eval_rows)
     task = LanguageModelTask(
         module=CrossEntropy(model),
         tokenizer=tokenizer,
@@ -118,6 +126,13 @@ def train_language_model(config: LanguageModelConfig) -> FitResult:
     )
     lengths = [len(row["input_ids"]) for row in rows]
     return fit(task, rows, lengths, config.train, asdict(config))
+
+
+def _stop_ids(model: Any, tokenizer: Any) -> set[int]:
+    """The ids that end a text: those of the generation config and the tokenizer's end of sequence."""
+    configured = model.generation_config.eos_token_id if model.generation_config else None
+    ids = configured if isinstance(configured, list) else [configured]
+    return {token for token in [*ids, tokenizer.eos_token_id] if token is not None}
 
 
 def _load(auto_class: Any, name: str, **options: Any) -> Any:

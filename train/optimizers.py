@@ -58,16 +58,24 @@ def build_optimizers(module: nn.Module, config: TrainConfig) -> list[torch.optim
     return optimizers
 
 
-def learning_rate_factor(step: int, num_steps: int, warmup_fraction: float, final_fraction: float) -> float:
+def learning_rate_factor(step: int, num_steps: int, config: TrainConfig) -> float:
     """Share of the peak learning rate that step `step` (the first is 0) of `num_steps` uses.
 
-    Rises linearly to 1 over the warm-up, then falls along a half cosine to `final_fraction` at the last step.
+    Rises linearly to 1 over the warm-up, and ends at the final fraction with the last step: along a half cosine,
+    or by "wsd" (warm-up, stable, decay; Hu et al. 2024, MiniCPM, arXiv:2404.06395) from 1 along a straight line over
+    the last steps, where MiniCPM falls exponentially.
     """
-    warmup_steps = round(warmup_fraction * num_steps)
+    warmup_steps = round(config.warmup_fraction * num_steps)
     if step < warmup_steps:
         return (step + 1) / warmup_steps
+    final = config.final_learning_rate_fraction
+    if config.schedule == "wsd":
+        # both are rounded, so together they may exceed the run by a step
+        decay_steps = min(round(config.decay_fraction * num_steps), num_steps - warmup_steps)
+        steps_decayed = max(0, step + 1 - (num_steps - decay_steps))
+        return 1 - (1 - final) * steps_decayed / max(1, decay_steps)
     progress = (step - warmup_steps) / max(1, num_steps - 1 - warmup_steps)
-    return final_fraction + (1 - final_fraction) * 0.5 * (1 + math.cos(math.pi * progress))
+    return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 def set_learning_rates(optimizers: Sequence[torch.optim.Optimizer], factor: float) -> None:

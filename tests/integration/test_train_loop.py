@@ -2,6 +2,8 @@
 
 Run as a program this file is the worker that the tests start, stop and kill:
     python test_train_loop.py OUTPUT MICRO_BATCH_SIZE [KILL_AT_CHECKPOINT]
+or, launched as two processes, what they do together:
+    accelerate launch test_train_loop.py OUTPUT
 """
 
 import json
@@ -22,14 +24,16 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from train import checkpoint, loop
+from train.batches import batch_plan
 from train.config import TrainConfig
-from train.loop import FitResult, StepOutput, fit
+from train.loop import FitResult, NonFinite, StepOutput, fit
 
 Difference = Callable[[dict[str, torch.Tensor], dict[str, torch.Tensor]], float]
 ROOT = Path(__file__).parents[2]
 VOCABULARY = 30
 # 5 batches of 8 and one of a single row, of which one of two processes gets nothing.
 NUM_ROWS = 41
+FAULTS = ["loss", "teacher"]
 
 
 class Toy(nn.Module):
@@ -59,11 +63,15 @@ class ToyTask:
 
     def __init__(self, dropout: float = 0.0, dtype: torch.dtype = torch.float32, mean_of_means: bool = False) -> None:
         self.module: nn.Module = Toy(dropout).to(dtype)
+        self.state: dict[str, Any] = {}
         self.evaluations: list[tuple[bool, bool]] = []
         if mean_of_means:
             self.module.register_forward_hook(
                 lambda module, inputs, out: StepOutput(out.loss_sum / out.num_tokens, torch.tensor(1), out.metric_sums)
             )
+
+    def begin_step(self, step: int, num_steps: int) -> None:
+        self.state["step"] = step
 
     def collate(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         longest = max(len(row["ids"]) for row in rows)
@@ -84,6 +92,14 @@ def toy_rows() -> list[dict[str, Any]]:
     return [{"ids": torch.randint(1, VOCABULARY, (n,), generator=generator).tolist()} for n in lengths]
 
 
+def uneven_rows() -> list[dict[str, Any]]:
+    """Rows of one length, of which most have one token to predict and some have nineteen."""
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randint(1, VOCABULARY, (NUM_ROWS, 20), generator=generator)
+    rows[torch.arange(NUM_ROWS) % 3 > 0, 1:-1] = 0
+    return [{"ids": row.tolist()} for row in rows]
+
+
 def toy_config(output: Path, **changes: Any) -> TrainConfig:
     values = {
         "output": str(output),
@@ -97,8 +113,8 @@ def toy_config(output: Path, **changes: Any) -> TrainConfig:
     return TrainConfig(**(values | changes))
 
 
-def toy_fit(task: ToyTask, config: TrainConfig) -> FitResult:
-    rows = toy_rows()
+def toy_fit(task: ToyTask, config: TrainConfig, rows: list[dict[str, Any]] | None = None) -> FitResult:
+    rows = rows or toy_rows()
     return fit(task, rows, [len(row["ids"]) for row in rows], config, {"train": asdict(config)})
 
 
@@ -171,10 +187,23 @@ def test_accumulation_does_not_change_the_trajectory(
     assert difference(weights(tmp_path / "8"), weights(tmp_path / "3")) < tolerance
 
 
-def test_normalising_each_micro_batch_would_change_it(tmp_path: Path) -> None:
-    """The control of the test above and of the one with two processes."""
+def losses(output: Path) -> list[float]:
+    return [line["loss"] for line in metric_lines(output) if "loss" in line]
+
+
+def test_accumulation_does_not_change_it_either_when_rows_differ_in_their_tokens(tmp_path: Path) -> None:
     for size in (8, 1):
-        toy_fit(ToyTask(mean_of_means=True), toy_config(tmp_path / str(size), micro_batch_size=size))
+        config = toy_config(tmp_path / str(size), micro_batch_size=size, log_every_steps=1)
+        toy_fit(ToyTask(), config, uneven_rows())
+    assert losses(tmp_path / "8") == pytest.approx(losses(tmp_path / "1"), rel=1e-5)
+    assert relative_difference(weights(tmp_path / "8"), weights(tmp_path / "1")) < 1e-5
+
+
+@pytest.mark.parametrize("rows", [toy_rows(), uneven_rows()], ids=["even", "uneven"])
+def test_normalising_each_micro_batch_would_change_it(rows: list[dict[str, Any]], tmp_path: Path) -> None:
+    """The control of the tests above and of the one with two processes."""
+    for size in (8, 1):
+        toy_fit(ToyTask(mean_of_means=True), toy_config(tmp_path / str(size), micro_batch_size=size), rows)
     assert relative_difference(weights(tmp_path / "8"), weights(tmp_path / "1")) > 1e-2
 
 
@@ -289,7 +318,10 @@ def test_another_configuration_is_refused_and_changes_nothing(tmp_path: Path) ->
 
 def test_a_gradient_that_is_not_finite_stops_before_the_weights_are_spoilt(tmp_path: Path) -> None:
     task = ToyTask()
-    task.module.register_forward_hook(lambda module, inputs, out: out._replace(loss_sum=out.loss_sum * 1e39))
+    task.module.register_forward_hook(
+        # finite itself, but its slope at zero is not
+        lambda module, inputs, out: out._replace(loss_sum=out.loss_sum + (0 * module.head.bias.sum()).sqrt())
+    )
     initial = {name: p.clone() for name, p in task.module.state_dict().items()}
     with pytest.raises(ValueError, match=r"^learning_rate: .* norm (inf|nan) at step 1"):
         toy_fit(task, toy_config(tmp_path / "run"))
@@ -345,22 +377,29 @@ def finish(process: subprocess.Popen[str]) -> str:
     return stderr
 
 
-@pytest.mark.slow
-def test_two_processes_train_what_one_does(tmp_path: Path) -> None:
-    """41 rows in batches of 8 leave one row over, so a process without rows takes part in 3 of 18 steps."""
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which two processes have done what `together` says."""
+    output = tmp_path_factory.mktemp("two")
     # accelerate's --cpu starts one process whatever --num_processes says; --multi_gpu starts two, also here
     options = "--multi_gpu --num_processes 2 --num_machines 1 --main_process_port 0 --mixed_precision no"
     launch = [sys.executable, "-m", "accelerate.commands.launch", *options.split(), "--dynamo_backend", "no"]
     done = subprocess.run(
-        [*launch, __file__, str(tmp_path / "two"), "2"],
+        [*launch, __file__, str(output)],
         env=environment() | {"ACCELERATE_USE_CPU": "true"},
         capture_output=True,
         text=True,
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
+    return output
+
+
+@pytest.mark.slow
+def test_two_processes_train_what_one_does(two_processes: Path, tmp_path: Path) -> None:
+    """41 rows in batches of 8 leave one row over, so a process without rows takes part in 3 of 18 steps."""
     for dtype, difference, tolerance in TOLERANCES:
-        one, two = tmp_path / "one" / str(dtype), tmp_path / "two" / str(dtype)
+        one, two = tmp_path / str(dtype), two_processes / str(dtype)
         toy_fit(ToyTask(dtype=dtype), toy_config(one))
         processes = [json.loads((path / "provenance.json").read_text())["num_processes"] for path in (one, two)]
         assert processes == [1, 2]  # otherwise the rest would compare a thing with itself
@@ -370,6 +409,38 @@ def test_two_processes_train_what_one_does(tmp_path: Path) -> None:
             assert (a["step"], a["tokens"]) == (b["step"], b["tokens"])
             assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
             assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_two_processes_train_what_one_does_when_rows_differ_in_their_tokens(
+    two_processes: Path, tmp_path: Path
+) -> None:
+    toy_fit(ToyTask(), toy_config(tmp_path, log_every_steps=1), uneven_rows())
+    assert losses(two_processes / "uneven") == pytest.approx(losses(tmp_path), rel=1e-5)
+    assert relative_difference(weights(two_processes / "uneven"), weights(tmp_path)) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", FAULTS)
+def test_both_processes_end_and_the_one_whose_rows_they_are_keeps_them(kind: str, two_processes: Path) -> None:
+    output = two_processes / kind
+    main, other = (Path(f"{output}-{rank}.txt").read_text() for rank in range(2))
+    path = output / "offending-batch-step-1.safetensors"
+    for error in (main, other):
+        assert f"at step 1 on rows [{poisonous_row()}, " in error
+        assert f"whose tensors are now in {path};" in error
+    # the main process does not know what the other's module found
+    assert main.startswith("the loss is not finite")
+    assert other.startswith("the loss is not finite" if kind == "loss" else "the teacher is not finite")
+    (ids,) = load_file(path).values()
+    assert ids[0, : len(toy_rows()[poisonous_row()]["ids"])].tolist() == toy_rows()[poisonous_row()]["ids"]
+    assert not (output / "model").exists()
+
+
+@pytest.mark.slow
+def test_both_processes_stop_when_the_main_one_finds_no_better(two_processes: Path) -> None:
+    assert [line["best_step"] for line in metric_lines(two_processes / "judged") if "best_step" in line] == [2, 2, 2]
+    assert metric_lines(two_processes / "judged")[-1]["step"] == 6
 
 
 @pytest.mark.slow
@@ -414,18 +485,57 @@ def kill_at_checkpoint(number: int) -> None:
     checkpoint.publish = kill
 
 
+def poisonous_row() -> int:
+    """A row that the second of two processes has in the first step, in its first micro-batch."""
+    return batch_plan([len(row["ids"]) for row in toy_rows()], 8, 0, 0)[0][1]
+
+
+def poison(task: ToyTask, kind: str) -> None:
+    """Makes this row's loss infinite, or has the module complain of its teacher."""
+    poisonous = torch.tensor(toy_rows()[poisonous_row()]["ids"])
+
+    def hook(module: nn.Module, inputs: tuple[dict[str, torch.Tensor]], output: StepOutput) -> StepOutput:
+        ids = inputs[0]["ids"][:, : len(poisonous)]
+        if ids.shape[1] < len(poisonous) or not (ids == poisonous).all(1).any():
+            return output
+        if kind == "teacher":
+            raise NonFinite("the teacher")
+        return output._replace(loss_sum=output.loss_sum * torch.inf)
+
+    task.module.register_forward_hook(hook)
+
+
+class JudgedTask(ToyTask):
+    """Gets ever worse by the main process's figures, and ever better by the other's."""
+
+    def evaluate(self, module: nn.Module) -> dict[str, float]:
+        return {"score": float(self.state["step"] if os.environ["RANK"] == "1" else -self.state["step"])}
+
+
+def together(output: Path) -> None:
+    """What each of two processes does. They draw other dropout masks than one, so there is none here."""
+    for dtype, _, _ in TOLERANCES:
+        toy_fit(ToyTask(dtype=dtype), toy_config(output / str(dtype), micro_batch_size=2))
+    toy_fit(ToyTask(), toy_config(output / "uneven", micro_batch_size=4, log_every_steps=1), uneven_rows())
+    for kind in FAULTS:
+        poison(task := ToyTask(), kind)
+        try:
+            toy_fit(task, toy_config(output / kind, micro_batch_size=2))
+        except NonFinite as error:
+            Path(f"{output / kind}-{os.environ['RANK']}.txt").write_text(str(error))
+    toy_fit(JudgedTask(), toy_config(output / "judged", eval_every_steps=2, select_by="score", patience=2))
+
+
 def main(output: Path, micro_batch_size: int, kill_at: int | None) -> None:
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    torch.set_num_threads(1)
-    if "WORLD_SIZE" in os.environ:  # two processes draw other dropout masks than one, so there is none here
-        for dtype, _, _ in TOLERANCES:
-            config = toy_config(output / str(dtype), micro_batch_size=micro_batch_size)
-            toy_fit(ToyTask(dtype=dtype), config)
-        return
     if kill_at:
         kill_at_checkpoint(kill_at)
     toy_fit(ToyTask(dropout=0.2), toy_config(output, micro_batch_size=micro_batch_size, num_epochs=20))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else None)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    torch.set_num_threads(1)
+    if "WORLD_SIZE" in os.environ:
+        together(Path(sys.argv[1]))
+    else:
+        main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else None)

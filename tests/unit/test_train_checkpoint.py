@@ -8,7 +8,15 @@ import pytest
 import torch
 from torch import nn
 
-from train.checkpoint import discard_after, load_checkpoint, newest_checkpoint, publish, save_checkpoint
+from train.checkpoint import (
+    discard_after,
+    load_best,
+    load_checkpoint,
+    newest_checkpoint,
+    publish,
+    save_best,
+    save_checkpoint,
+)
 from train.config import TrainConfig
 from train.optimizers import build_optimizers
 
@@ -146,3 +154,65 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
     other = nn.Linear(4, 6)
     with pytest.raises(ValueError, match="holds other parameters"):
         load_checkpoint(path, other, build_optimizers(other, TrainConfig(output="unused")))
+
+
+def test_the_average_returns_in_place_and_is_covered_by_the_manifest(tmp_path: Path) -> None:
+    model, optimizers = trained(0, 2)
+    average = {"0.weight": torch.randn(6, 4), "2.weight": torch.randn(3, 6)}
+    older = save_checkpoint(tmp_path, 2, model, optimizers, STATE, 9, average)
+    path = save_checkpoint(tmp_path, 3, model, optimizers, STATE, 9, average)
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in average.items()}
+    load_checkpoint(path, model, optimizers, loaded)
+    assert all(torch.equal(loaded[name], average[name]) for name in average)
+    data = bytearray((path / "average.safetensors").read_bytes())
+    data[-1] ^= 1
+    (path / "average.safetensors").write_bytes(data)
+    assert newest_checkpoint(tmp_path) == older
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_best_weights_round_trip_and_only_those_stay_that_a_checkpoint_needs(tmp_path: Path) -> None:
+    first, _ = trained(1, 1)
+    save_best(tmp_path, 2, first)
+    save_best(tmp_path, 4, trained(2, 1)[0])
+    assert names(tmp_path) == ["best-000004"]
+    save(tmp_path, 5, keep=2)
+    save_best(tmp_path, 6, trained(3, 1)[0])
+    save_best(tmp_path, 7, first)
+    assert names(tmp_path) == ["best-000004", "best-000007", "step-000005"]
+    save(tmp_path, 8, keep=2)
+    save(tmp_path, 9, keep=2)  # now nothing resumes with what was best at step 4
+    assert names(tmp_path) == ["best-000007", "step-000008", "step-000009"]
+    other, _ = trained(4, 0)
+    frozen = other[2].bias.clone()
+    load_best(tmp_path, 7, other)
+    assert torch.equal(other[0].weight, first[0].weight)
+    assert torch.equal(other[2].bias, frozen)
+
+
+def test_going_back_to_a_checkpoint_forgets_what_was_best_after_it(tmp_path: Path) -> None:
+    save_best(tmp_path, 4, trained(0, 1)[0])
+    good = save(tmp_path, 5)
+    save_best(tmp_path, 6, trained(0, 2)[0])
+    discard_after(tmp_path, good)
+    assert names(tmp_path) == ["best-000004", "step-000005"]
+    discard_after(tmp_path, None)
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("damage", ["flip", "delete"])
+def test_broken_best_weights_are_refused(damage: str, tmp_path: Path) -> None:
+    model, _ = trained(0, 1)
+    weights = save_best(tmp_path, 4, model) / "model.safetensors"
+    load_best(tmp_path, 4, model)  # the control
+    if damage == "flip":
+        data = bytearray(weights.read_bytes())
+        data[-1] ^= 1
+        weights.write_bytes(data)
+    else:
+        weights.unlink()
+    with pytest.raises(ValueError, match=r"^output: .*best-000004.*; train anew"):
+        load_best(tmp_path, 4, model)

@@ -18,12 +18,20 @@ from train.config import LanguageModelConfig, TrainConfig
         ("muon_learning_rate", -1.0),
         ("weight_decay", -0.1),
         ("warmup_fraction", 1.5),
+        ("schedule", "linear"),
+        ("decay_fraction", 1.5),
         ("final_learning_rate_fraction", -0.1),
         ("max_grad_norm", -1.0),
+        ("ema_decay", 1.0),
+        ("ema_decay", -0.1),
         ("mixed_precision", "fp8"),
         ("seed", -1),
         ("log_every_steps", 0),
         ("eval_every_steps", -1),
+        ("select_by", "alpha"),
+        ("select_by", " "),
+        ("patience", 0),
+        ("patience", 3),
         ("checkpoint_every_steps", -1),
         ("keep_checkpoints", 0),
     ],
@@ -32,6 +40,26 @@ def test_impossible_values_are_refused(field: str, value: object) -> None:
     values = {"output": "run", field: value}
     with pytest.raises(ValueError, match=rf"^{field}: .*{value!r}.*; \w+"):
         TrainConfig(**values)  # type: ignore[arg-type]
+
+
+def test_warm_up_and_decay_must_fit_together() -> None:
+    fractions = {"warmup_fraction": 0.4, "decay_fraction": 0.7}
+    with pytest.raises(ValueError, match=r"^decay_fraction: 0\.7 .* warmup_fraction 0\.4"):
+        TrainConfig(output="run", schedule="wsd", **fractions)  # type: ignore[arg-type]
+    TrainConfig(output="run", schedule="cosine", **fractions)  # type: ignore[arg-type]
+    for warmup in range(11):
+        fractions = {"warmup_fraction": warmup / 10, "decay_fraction": 1 - warmup / 10}
+        TrainConfig(output="run", schedule="wsd", **fractions)  # type: ignore[arg-type]
+
+
+def test_patience_and_selection_say_what_they_need() -> None:
+    with pytest.raises(ValueError, match=r"^patience: 3 .*; give select_by and eval_every_steps"):
+        TrainConfig(output="run", patience=3, eval_every_steps=5)
+    with pytest.raises(ValueError, match=r"^patience: 3 .*; give select_by and eval_every_steps"):
+        TrainConfig(output="run", patience=3, select_by="alpha")
+    with pytest.raises(ValueError, match=r"^select_by: .*; give eval_every_steps"):
+        TrainConfig(output="run", select_by="alpha")
+    TrainConfig(output="run", patience=3, select_by="alpha", eval_every_steps=5)
 
 
 def test_nan_is_refused() -> None:

@@ -64,7 +64,7 @@ def parse(*arguments: str, subcommand: bool = False) -> int:
         ),
         (["--modle", "m"], "unknown key modle; the nearest known one is model"),
         (["--model", "m", "--inner.batch_size", "x"], "inner.batch_size: expected int, got x"),
-        (["--model", "m", "--inner.limit", "x"], "inner.limit: expected one of int, NoneType, got x"),
+        (["--model", "m", "--inner.limit", "x"], "inner.limit: expected int, got x"),
         ([], "the following arguments are required: model"),
         (["--config", "nowhere.yaml"], "config: File does not exist: "),
         (["--model"], "argument --model: expected one argument"),

@@ -73,20 +73,41 @@ def test_frozen_parameters_stay_out_and_a_frozen_model_is_refused() -> None:
         build_optimizers(model.requires_grad_(False), config())
 
 
-def test_schedule_warms_up_then_falls_to_the_final_fraction() -> None:
-    factors = [learning_rate_factor(step, 100, 0.1, 0.25) for step in range(100)]
-    assert factors[:10] == pytest.approx([0.1 * (i + 1) for i in range(10)])
-    assert factors[10] == 1.0
-    assert factors[-1] == pytest.approx(0.25)
-    assert all(a > b for a, b in itertools.pairwise(factors[10:]))
+def factors(num_steps: int, **changes: object) -> list[float]:
+    return [learning_rate_factor(step, num_steps, config(**changes)) for step in range(num_steps)]
+
+
+def test_cosine_warms_up_then_falls_to_the_final_fraction() -> None:
+    cosine = factors(100, warmup_fraction=0.1, final_learning_rate_fraction=0.25)
+    assert cosine[:10] == pytest.approx([0.1 * (i + 1) for i in range(10)])
+    assert cosine[10] == 1.0
+    assert cosine[-1] == pytest.approx(0.25)
+    assert all(a > b for a, b in itertools.pairwise(cosine[10:]))
     # halfway down a cosine is the mean of its ends; a straight line would pass the quarter mark higher
-    assert factors[10 + 22] > 1 - 0.75 * 22 / 89
+    assert cosine[10 + 22] > 1 - 0.75 * 22 / 89
+
+
+def test_wsd_warms_up_stays_and_falls_along_a_straight_line() -> None:
+    wsd = factors(100, schedule="wsd", warmup_fraction=0.1, decay_fraction=0.2, final_learning_rate_fraction=0.25)
+    assert wsd[:10] == pytest.approx([0.1 * (i + 1) for i in range(10)])
+    assert wsd[10:80] == [1.0] * 70
+    assert wsd[80:] == pytest.approx([1 - 0.75 * (i + 1) / 20 for i in range(20)])
+
+
+def test_wsd_without_a_decay_stays_to_the_end() -> None:
+    assert factors(10, schedule="wsd", warmup_fraction=0.0, decay_fraction=0.0) == [1.0] * 10
+
+
+def test_decay_fraction_is_of_wsd_alone() -> None:
+    assert factors(20, decay_fraction=0.2) == factors(20, decay_fraction=0.7)
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 3])
-def test_schedule_of_very_short_runs_is_positive(num_steps: int) -> None:
+@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
+def test_schedule_of_very_short_runs_is_positive(schedule: str, num_steps: int) -> None:
     for warmup in (0.0, 0.5, 1.0):
-        assert all(0 < learning_rate_factor(step, num_steps, warmup, 0.1) <= 1 for step in range(num_steps))
+        fractions = {"warmup_fraction": warmup, "decay_fraction": 1 - warmup}
+        assert all(0 < factor <= 1 for factor in factors(num_steps, schedule=schedule, **fractions))
 
 
 def test_learning_rates_scale_each_groups_own_peak() -> None:
