@@ -1,14 +1,14 @@
-"""How a draft is made from a target: some of its layers, its embeddings and head, fewer output tokens."""
+"""A new pair: a draft made of the target's layers, of another model or with random weights, and its output tokens."""
 
 import copy
 import logging
-import re
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from decode.pair import (
@@ -16,45 +16,50 @@ from decode.pair import (
     describe_target,
     load_model,
     load_tokenizer,
+    refuse_other_tokenizer,
     save_draft_vocab,
     stop_token_ids,
 )
 from train.checkpoint import publish, remove_folder
 from train.provenance import provenance
 
-from .config import BuildConfig
-from .responses import hidden_states_dtype, load_responses, refuse_responses_of_another_target
-from .teacher import TeacherHead, collate, teacher_signal
+from .config import BuildConfig, FreshConfig
+from .layers import choose_layers, draft_from_layers, eliminate_layers, evenly_spaced, keep_settings
+from .responses import load_responses, refuse_responses_of_another_target
+from .vocab import choose_vocab, probability_mass, smallest_vocab
 
 logger = logging.getLogger(__name__)
 
-# enough for the mass of rare tokens to settle; a pass over more changes few of the chosen ids
-VOCAB_SAMPLE_TOKENS = 30_000
-# settings that hold one value per layer
-PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")
+# layers to keep when nothing says what the draft is made of
+NUM_LAYERS = 4
+# what widths of feed-forward layers are multiples of
+WIDTH_STEP = 32
 
 
 def build(config: BuildConfig) -> Path:
-    """Write a new pair whose draft is made of layers of the target.
+    """Write a new pair.
 
     Raises:
-        ValueError: the output exists, a layer that the target does not have, or responses that are not there.
+        ValueError: the output exists, a layer that the target does not have, a width that its heads do not divide, a
+            draft with another tokenizer, or responses that are not there.
     """
     output = Path(config.output)
     tokenizer = load_tokenizer(config.target, "target")
-    num_layers = AutoConfig.from_pretrained(config.target).get_text_config().num_hidden_layers
-    layers = choose_layers(config.layers, num_layers)
-    resolved = {**asdict(config), "layers": layers}
+    resolved = {**asdict(config), "layers": _wanted_layers(config)}
     if output.exists():
         _refuse_other_pair(output, resolved)
         logger.info("%s is complete already; nothing to do", output)
         return output
     if config.responses is not None:
-        kept = "hidden_states" in load_responses(config.responses, "train").column_names
-        refuse_responses_of_another_target(config.responses, config.target, tokenizer, states=kept)
+        load_responses(config.responses, "train")  # refuse what is not there before models are loaded
+        refuse_responses_of_another_target(config.responses, config.target, tokenizer)
     target = load_model(config.target, role="target")
-    token_ids = _draft_vocab(config, target, tokenizer)
-    draft = draft_from_layers(target, layers)
+    draft, origin = _draft_of_its_own(config, target, tokenizer)
+    token_ids, share = _draft_vocab(config, target, draft or target, tokenizer)
+    found: dict[str, Any] = {"vocab_share": share}
+    if draft is None:
+        found |= _found_layers(config, target, resolved["layers"])
+        draft, origin = draft_from_layers(target, found["layers"]), f"layers {found['layers']} of the target"
     temporary = output.parent / f".{output.name}.tmp"
     remove_folder(temporary)
     draft.save_pretrained(temporary / "draft")
@@ -64,122 +69,133 @@ def build(config: BuildConfig) -> Path:
     Pair(
         target=describe_target(config.target, tokenizer),
         num_draft_tokens=config.num_draft_tokens,
-        provenance=provenance(resolved),
+        provenance={**provenance(resolved), **found},
     ).save(temporary)
     publish(temporary, output)
     parameters = sum(parameter.numel() for parameter in draft.parameters())
-    logger.info("%s: a draft of layers %s of the target, %.1f M parameters", output, layers, parameters / 1e6)
+    logger.info("%s: a draft of %s, %.1f M parameters", output, origin, parameters / 1e6)
     return output
 
 
-def choose_layers(wanted: int | list[int], num_layers: int) -> list[int]:
-    """Layers of the target to keep: the list as it is, or that many evenly spaced from the first to the last.
+def fresh_draft(target: PreTrainedModel, fresh: FreshConfig) -> PreTrainedModel:
+    """A model of the target's class with random weights; embeddings and head are the target's if the width is.
 
     Raises:
-        ValueError: the target has no such layers.
+        ValueError: a width that is no multiple of the target's head_dim.
     """
-    if isinstance(wanted, list):
-        if not wanted or not all(0 <= layer < num_layers for layer in wanted):
-            raise ValueError(f"layers: {wanted} is not possible; the target has layers 0 to {num_layers - 1}")
-        return wanted
-    if not 1 <= wanted <= num_layers:
-        raise ValueError(f"layers: {wanted} is not possible; the target has {num_layers} layers")
-    if wanted == 1:
-        return [0]
-    return [round(index * (num_layers - 1) / (wanted - 1)) for index in range(wanted)]
-
-
-def draft_from_layers(target: PreTrainedModel, layers: list[int]) -> PreTrainedModel:
-    """A model of the target's class with copies of these layers, in this order, and of all that is not a layer."""
-    prefix, _ = _layer_list(target)
     config = copy.deepcopy(target.config)
     text_config = config.get_text_config()
-    text_config.num_hidden_layers = len(layers)
-    for name in PER_LAYER:
-        if of_each := getattr(text_config, name, None):
-            setattr(text_config, name, [of_each[layer] for layer in layers])
-    weights = target.state_dict()
-    of_layer = re.compile(re.escape(prefix) + r"\.(\d+)\.(.+)")
-    chosen = {name: tensor for name, tensor in weights.items() if not of_layer.fullmatch(name)}
-    for name, tensor in weights.items():
-        if match := of_layer.fullmatch(name):
-            for place in [place for place, layer in enumerate(layers) if layer == int(match[1])]:
-                chosen[f"{prefix}.{place}.{match[2]}"] = tensor
-    draft: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=target.dtype)
-    draft.load_state_dict(chosen)
-    if target.generation_config is not None:
-        draft.generation_config = copy.deepcopy(target.generation_config)
+    for name, size in _sizes(text_config, fresh).items():
+        setattr(text_config, name, size)
+    keep_settings(text_config, evenly_spaced(fresh.num_layers, text_config.num_hidden_layers))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(fresh.seed)
+        draft: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=target.dtype)
+    for ours, theirs in (
+        (draft.get_input_embeddings(), target.get_input_embeddings()),
+        (draft.get_output_embeddings(), target.get_output_embeddings()),
+    ):
+        if ours.weight.shape == theirs.weight.shape:
+            ours.load_state_dict(theirs.state_dict())
+    draft.generation_config = copy.deepcopy(target.generation_config)
     draft.eval()
     return draft
 
 
-@torch.inference_mode()
-def probability_mass(responses: str, target: PreTrainedModel) -> Tensor:
-    """The target's mean next-token distribution over its training responses, fp32 [vocab].
+def _sizes(config: PreTrainedConfig, fresh: FreshConfig) -> dict[str, int]:
+    """Settings of a width: heads as wide as the target's, key-value heads and feed-forward layers in its ratios."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    num_heads, remainder = divmod(fresh.hidden_size, head_dim)
+    if remainder:
+        raise ValueError(
+            f"fresh.hidden_size: {fresh.hidden_size} is not possible; "
+            f"give a multiple of the target's head_dim, {head_dim}"
+        )
+    sizes = {"hidden_size": fresh.hidden_size, "num_attention_heads": num_heads}
+    if num_kv_heads := getattr(config, "num_key_value_heads", None):
+        most = max(1, num_heads * num_kv_heads // config.num_attention_heads)
+        sizes["num_key_value_heads"] = max(number for number in range(1, most + 1) if num_heads % number == 0)
+    if intermediate_size := getattr(config, "intermediate_size", None):
+        in_proportion = intermediate_size * fresh.hidden_size / config.hidden_size
+        rounded = WIDTH_STEP * max(1, round(in_proportion / WIDTH_STEP))
+        sizes["intermediate_size"] = fresh.intermediate_size or rounded
+    elif fresh.intermediate_size:
+        raise ValueError(f"fresh.intermediate_size: model type {config.model_type!r} does not set it; leave it out")
+    return sizes
 
-    The mean of p has less noise than counts of the tokens drawn from it. Uses the hidden states kept with the
-    responses where there are any.
-    """
-    rows = load_responses(responses, "train").shuffle(seed=0, keep_in_memory=True)
-    kept_dtype = hidden_states_dtype(responses) if "hidden_states" in rows.column_names else None
-    head = TeacherHead(target)
-    mass = torch.zeros(len(head.weight), device=target.device)
-    num_tokens = 0
-    for row in rows:
-        batch = {name: tensor.to(target.device) for name, tensor in collate([row], 0, kept_dtype).items()}
-        log_p = head.log_probabilities(*teacher_signal(batch, target))
-        mass += log_p.exp().sum(dim=0)
-        num_tokens += len(log_p)
-        if num_tokens >= VOCAB_SAMPLE_TOKENS:
-            break
-    return mass / num_tokens
 
-
-def choose_vocab(mass: Tensor, size: int, always: set[int]) -> Tensor:
-    """The `size` token ids of largest mass, `always` among them, int64 ascending.
+def _wanted_layers(config: BuildConfig) -> int | list[int] | None:
+    """What the config says of layers, as far as it is known before they are chosen; None for a draft of its own.
 
     Raises:
-        ValueError: `always` alone is more.
+        ValueError: the target has no such layers.
     """
-    if size < len(always):
-        raise ValueError(f"vocab_size: {size} has no room for the {len(always)} special tokens; give more")
-    mass = mass.clone()
-    mass[list(always)] = torch.inf
-    return mass.topk(min(size, len(mass))).indices.sort().values.cpu()
-
-
-def _draft_vocab(config: BuildConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> Tensor | None:
-    """Ids of the draft's output vocabulary, int64 ascending; None for all of them."""
-    if config.vocab_size is None or config.responses is None:
+    if config.draft is not None or config.fresh is not None:
         return None
-    mass = probability_mass(config.responses, target)
-    always = {*stop_token_ids(target, tokenizer), *tokenizer.all_special_ids}
-    token_ids = choose_vocab(mass, config.vocab_size, always)
-    share = 100 * float(mass[token_ids].sum())
-    logger.info("output vocabulary: %d tokens, %.1f%% of probability mass", len(token_ids), share)
-    return token_ids
+    wanted = NUM_LAYERS if config.layers is None else config.layers
+    num_layers = AutoConfig.from_pretrained(config.target).get_text_config().num_hidden_layers
+    layers = choose_layers(wanted, num_layers)
+    return wanted if config.choose == "greedy" else layers
 
 
-def _layer_list(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
-    """Name and modules of the decoder layers.
+def _found_layers(config: BuildConfig, target: PreTrainedModel, wanted: int | list[int]) -> dict[str, Any]:
+    """The layers to keep and, where they are chosen greedily, the others with alpha without them."""
+    if isinstance(wanted, list):
+        return {"layers": wanted}
+    assert config.responses is not None
+    layers, removals = eliminate_layers(target, wanted, config.responses, config.calibration_tokens)
+    return {"layers": layers, "removed_layers": [asdict(removal) for removal in removals]}
 
-    Raises:
-        ValueError: the model does not keep them in one list.
+
+def _draft_of_its_own(
+    config: BuildConfig, target: PreTrainedModel, tokenizer: Tokenizer
+) -> tuple[PreTrainedModel | None, str]:
+    """The draft and what it was made of; None where it is made of layers."""
+    if config.draft is not None:
+        refuse_other_tokenizer(tokenizer, load_tokenizer(config.draft, "draft"), config.target, config.draft)
+        return load_model(config.draft, role="draft"), config.draft
+    if config.fresh is not None:
+        fresh = config.fresh
+        return fresh_draft(target, fresh), f"{fresh.num_layers} random layers of width {fresh.hidden_size}"
+    return None, ""
+
+
+def _draft_vocab(
+    config: BuildConfig, target: PreTrainedModel, draft: PreTrainedModel, tokenizer: Tokenizer
+) -> tuple[Tensor | None, float]:
+    """Ids of the draft's output vocabulary, int64 ascending, and their share of probability mass.
+
+    Args:
+        draft: whose head must have those ids.
+
+    Returns:
+        None and 1.0 for the whole vocabulary.
     """
-    num_layers = model.config.get_text_config().num_hidden_layers
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
-            return name, module
-    raise ValueError(f"target: model type {model.config.model_type!r} has no list of {num_layers} decoder layers")
+    if config.responses is None or (config.vocab_size is None and config.vocab_coverage is None):
+        return None, 1.0
+    # one of the two may be padded further than the other
+    mass = probability_mass(config.responses, target)[: draft.get_output_embeddings().out_features]
+    special = {*stop_token_ids(target, tokenizer), *tokenizer.all_special_ids}
+    always = {token for token in special if token < len(mass)}
+    if config.vocab_coverage is not None:
+        token_ids = smallest_vocab(mass, config.vocab_coverage, always)
+    else:
+        assert config.vocab_size is not None
+        token_ids = choose_vocab(mass, config.vocab_size, always)
+    share = float(mass[token_ids].sum())
+    logger.info("output vocabulary: %d tokens, %.1f%% of probability mass", len(token_ids), 100 * share)
+    return token_ids, share
 
 
 def _refuse_other_pair(output: Path, resolved: dict[str, object]) -> None:
     if not (output / "pair.json").is_file():
         raise ValueError(f"output {output}: exists and holds no pair; give another folder")
-    recorded = Pair.load(output).provenance.get("resolved_config", {})
+    # a release that did not know a field did what its default says
+    unrecorded = {field.name: field.default for field in fields(BuildConfig)}
+    recorded = {**unrecorded, **Pair.load(output).provenance.get("resolved_config", {})}
     for key, wanted in resolved.items():
-        if key != "output" and recorded.get(key) != wanted:
+        if key != "output" and recorded[key] != wanted:
             raise ValueError(
-                f"{key}: {wanted!r} differs from {recorded.get(key)!r}, with which {output} was built; "
+                f"{key}: {wanted!r} differs from {recorded[key]!r}, with which {output} was built; "
                 "give another output, or delete the folder"
             )

@@ -5,7 +5,7 @@ from typing import Any
 
 from train.console import RESUMES, run_commands
 
-from .config import BuildConfig, RespondConfig, RunConfig
+from .config import BuildConfig, CacheConfig, RespondConfig, RunConfig
 
 PROGRAM = "spec-distill"
 
@@ -16,10 +16,22 @@ def _respond(config: RespondConfig) -> None:
     respond(config)
 
 
+def _cache(config: CacheConfig) -> None:
+    from .cache import cache
+
+    cache(config)
+
+
 def _build(config: BuildConfig) -> None:
     from .build import build
 
     build(config)
+
+
+def _estimate(config: RunConfig) -> None:
+    from .estimate import estimate
+
+    estimate(config)
 
 
 def _run(config: RunConfig) -> None:
@@ -34,7 +46,9 @@ COMMANDS: dict[str, tuple[type, Callable[[Any], None], str]] = {
         _respond,
         "let the target answer the prompts: the text to learn from and be judged on",
     ),
-    "build": (BuildConfig, _build, "make a draft out of layers of the target"),
+    "cache": (CacheConfig, _cache, "keep what the target says of the responses on disk, to train without it"),
+    "build": (BuildConfig, _build, "make a draft: of layers of the target, of another model, or a fresh one"),
+    "estimate": (RunConfig, _estimate, "print what a run will take, after a few of its steps"),
     "run": (RunConfig, _run, "train the draft on the target's token distributions"),
 }
 

@@ -4,28 +4,125 @@ Pure torch, fp32 arithmetic. p is the teacher's distribution and q the draft's. 
 the columns are the draft's ids and p is *not* renormalised over them, so that acceptance is never overstated.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
+
+# stands for the logarithm of zero: exp of it is zero, in fp32 and fp64
+LOG_ZERO = -1000.0
 
 ChunkLoss = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 
 
 def forward_kl(log_p: Float[Tensor, "tokens vocab"], log_q: Float[Tensor, "tokens vocab"]) -> Float[Tensor, " tokens"]:
     """KL(p | q) = sum_v p (log p - log q) per token (Hinton et al. 2015), in nats; 0 log 0 is 0."""
-    p = log_p.exp()
-    # a token the teacher rules out costs nothing, however sure the draft is that it is ruled out too
-    cross_entropy = -(p * log_q.clamp_min(torch.finfo(log_q.dtype).min)).sum(dim=-1)
-    negative_entropy: Tensor = torch.special.xlogy(p, p).sum(dim=-1)
-    return negative_entropy + cross_entropy
+    return (log_p.exp() * (_finite(log_p) - _finite(log_q))).sum(dim=-1)
+
+
+def reverse_kl(log_p: Float[Tensor, "tokens vocab"], log_q: Float[Tensor, "tokens vocab"]) -> Float[Tensor, " tokens"]:
+    """KL(q | p) = sum_v q (log q - log p) per token (Gu et al. 2024, eq. 2), in nats.
+
+    A token that the teacher rules out counts as one of log-probability `LOG_ZERO`: dear, and not without end.
+    """
+    log_q = _finite(log_q)
+    return (log_q.exp() * (log_q - _finite(log_p))).sum(dim=-1)
+
+
+def jsd(
+    log_p: Float[Tensor, "tokens vocab"], log_q: Float[Tensor, "tokens vocab"], beta: float = 0.5
+) -> Float[Tensor, " tokens"]:
+    """beta KL(p | m) + (1 - beta) KL(q | m) with m = beta p + (1 - beta) q, per token (Agarwal et al. 2024, eq. 1).
+
+    Args:
+        log_p, log_q: as everywhere.
+        beta: in (0, 1); near 0 it goes as forward KL, near 1 as reverse KL.
+    """
+    log_p, log_q = _finite(log_p), _finite(log_q)
+    log_m = torch.logaddexp(log_p + math.log(beta), log_q + math.log1p(-beta))
+    of_p = (log_p.exp() * (log_p - log_m)).sum(dim=-1)
+    of_q = (log_q.exp() * (log_q - log_m)).sum(dim=-1)
+    return beta * of_p + (1 - beta) * of_q
 
 
 def acceptance(log_p: Float[Tensor, "tokens vocab"], log_q: Float[Tensor, "tokens vocab"]) -> Float[Tensor, " tokens"]:
     """Probability that a token drafted from q is accepted: sum_v min(p, q) = 1 - TV (Leviathan et al. 2023, eq. 3)."""
     shared: Tensor = torch.minimum(log_p, log_q).exp().sum(dim=-1)
     return shared
+
+
+def total_variation(
+    log_p: Float[Tensor, "tokens vocab"], log_q: Float[Tensor, "tokens vocab"]
+) -> Float[Tensor, " tokens"]:
+    """TV(p, q) = 1 - sum_v min(p, q) per token: the probability of a rejection (Zhou et al. 2024, section 3)."""
+    return 1 - acceptance(log_p, log_q)
+
+
+def negative_log_acceptance(
+    log_p: Float[Tensor, "tokens vocab"], log_q: Float[Tensor, "tokens vocab"]
+) -> Float[Tensor, " tokens"]:
+    """-log sum_v min(p, q) per token. Unlike that of TV, its gradient does not vanish where p and q share little."""
+    return -torch.minimum(_finite(log_p), _finite(log_q)).logsumexp(dim=-1)
+
+
+def lk(
+    log_p: Float[Tensor, "tokens vocab"], log_q: Float[Tensor, "tokens vocab"], eta: float = 3.0
+) -> Float[Tensor, " tokens"]:
+    """lam KL(p | q) + (1 - lam) TV(p, q) per token, where lam = exp(-eta alpha) of the same token is a constant.
+
+    KL where little is accepted and TV has no gradient, TV where it counts.
+    """
+    tv = total_variation(log_p, log_q)
+    lam = (-eta * (1 - tv.detach())).exp()
+    return lam * forward_kl(log_p, log_q) + (1 - lam) * tv
+
+
+def block_efficiency(alphas: Float[Tensor, "branches drafted"]) -> Float[Tensor, " branches"]:
+    """-(1/gamma) sum_k prod_{j<=k} alpha_j: minus the tokens that a drafted branch is expected to get accepted.
+
+    In units of gamma, the number of drafted tokens; alphas are each position's sum_v min(p, q).
+    """
+    return -alphas.cumprod(dim=1).mean(dim=1)
+
+
+def cross_entropy(log_q: Float[Tensor, "tokens vocab"], columns: Int[Tensor, " tokens"]) -> Float[Tensor, " tokens"]:
+    """-log q of the text's own token, given by its column; 0 where the draft has none for it (column -1)."""
+    chosen = _finite(log_q).gather(-1, columns.clamp_min(0).unsqueeze(-1)).squeeze(-1)
+    return torch.where(columns >= 0, -chosen, 0.0)
+
+
+def with_tail(
+    log_p: Float[Tensor, "tokens k"],
+    log_tail: Float[Tensor, " tokens"],
+    log_q: Float[Tensor, "tokens vocab"],
+    columns: Int[Tensor, "tokens k"],
+) -> tuple[Float[Tensor, "tokens k_plus_1"], Float[Tensor, "tokens k_plus_1"]]:
+    """A teacher known by its k likeliest tokens and the mass of all others, and the draft seen in the same way.
+
+    A last column holds what is left of either, p beyond the draft's vocabulary included. `acceptance` of all columns is
+    the upper end of an interval that holds the true one, and of all but the last its lower end. Where the draft has the
+    whole vocabulary, no divergence of such coarser distributions is larger than that of the full ones.
+
+    Args:
+        log_p: of the k likeliest tokens, not renormalised.
+        log_tail: log of the mass of the others.
+        log_q: of the draft.
+        columns: the draft's column of each of the k, -1 where it has none: there p is left out.
+    """
+    padded = torch.nn.functional.pad(log_q, (0, 1), value=-torch.inf)  # a last column for what the draft has not
+    columns = torch.where(columns < 0, log_q.shape[-1], columns)
+    rest = padded.scatter(-1, columns, -torch.inf).logsumexp(dim=-1)
+    log_p = log_p.masked_fill(columns == log_q.shape[-1], -torch.inf)
+    return torch.cat([log_p, log_tail.unsqueeze(-1)], dim=-1), torch.cat(
+        [padded.gather(-1, columns), rest.unsqueeze(-1)], dim=-1
+    )
+
+
+def _finite(log_probabilities: Tensor) -> Tensor:
+    """So that nothing times the logarithm of nothing is nothing, in gradients too; what is only tiny stays as it is."""
+    return log_probabilities.masked_fill(log_probabilities == -torch.inf, LOG_ZERO)
 
 
 def sum_over_chunks(

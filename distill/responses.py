@@ -4,14 +4,11 @@ import hashlib
 import json
 import logging
 import shutil
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import datasets
-import torch
-from torch import Tensor
 from transformers import PretrainedConfig
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -29,6 +26,8 @@ from .config import RespondConfig
 logger = logging.getLogger(__name__)
 
 RECORD = "respond.json"
+GREEDY = "heldout_greedy"
+SPLITS = ("train", "heldout", GREEDY)
 COLUMNS = datasets.Features(
     {
         "id": datasets.Value("string"),
@@ -38,20 +37,16 @@ COLUMNS = datasets.Features(
         "finish_reason": datasets.Value("string"),
     }
 )
-# raw bytes in the target's own dtype: Arrow knows no bfloat16
-STATE_COLUMNS = {
-    "hidden_states": datasets.Value("large_binary"),
-    "log_normalizers": datasets.List(datasets.Value("float32")),
-}
+# a prompt and its token ids
+Question = tuple[Prompt, list[int]]
 
 
 def respond(config: RespondConfig) -> Path:
-    """Generate a response to every prompt and save them as a `datasets.DatasetDict` with train and heldout.
+    """Generate a response to every prompt and save them as a `datasets.DatasetDict`.
 
-    Columns: id, category, input_ids (prompt and response), response_mask (true on the response), finish_reason;
-    with keep_hidden_states also hidden_states (what entered the head for each response token, raw bytes of
-    [response, hidden]) and log_normalizers (logsumexp of its unprocessed logits). Interrupted, the same call
-    goes on after the last complete batch.
+    Its splits are train, heldout, and heldout_greedy, which answers the held-out prompts again at temperature 0, to
+    judge a draft by in greedy decoding. Columns: id, category, input_ids (prompt and response), response_mask (true on
+    the response), finish_reason. Interrupted, the same call goes on after the last complete batch.
 
     Raises:
         ValueError: a bad prompt set or model, a prompt longer than the context, or an output that holds the
@@ -59,33 +54,30 @@ def respond(config: RespondConfig) -> Path:
     """
     datasets.disable_progress_bars()
     output = Path(config.output)
-    parts = output.parent / f".{output.name}.partial"
     prompts = _all_samples(load_prompts(config.prompts), config)
     settings = {key: value for key, value in asdict(config).items() if key != "output"}
     settings["prompts_sha256"] = hashlib.sha256(repr(prompts).encode()).hexdigest()
-    if output.exists():
-        _refuse_other_settings(output, settings)
-        remove_folder(parts)
-        logger.info("%s is complete already; nothing to do", output)
+    if is_complete(output, RECORD, settings):
         return output
-    if begun := (parts / RECORD).is_file():
-        _refuse_other_settings(parts, settings)
+    parts = partial(output)
     tokenizer = load_tokenizer(config.target, "target")
-    encoded = [encode(tokenizer, prompt.messages) for prompt in prompts]
+    questions = [(prompt, encode(tokenizer, prompt.messages)) for prompt in prompts]
+    heldout = [question for question in questions if question[0].split == "heldout"]
     model = load_model(config.target, config.dtype, "target")
-    _refuse_long_prompts(prompts, encoded, config, model.config.get_text_config())
-    logger.info("%d responses, of which %d held out", len(prompts), sum(p.split == "heldout" for p in prompts))
-    if not begun:
+    _refuse_long_prompts(questions, config, model.config.get_text_config())
+    logger.info("%d responses, of which %d held out, which are also answered greedily", len(questions), len(heldout))
+    if not (parts / RECORD).is_file():
         parts.mkdir(parents=True, exist_ok=True)
         record = {
             "settings": settings,
             "target": describe_target(config.target, tokenizer),
-            "hidden_states_dtype": str(model.dtype).removeprefix("torch."),
+            "provenance": provenance(asdict(config)),
         }
-        write_text(parts / RECORD, json.dumps({**record, "provenance": provenance(asdict(config))}, indent=2))
+        write_text(parts / RECORD, json.dumps(record, indent=2))
     needs_text = config.sampling.stop or config.sampling.bad_words
     decoder = PlainDecoder(model, stop_token_ids(model, tokenizer), tokenizer if needs_text else None)
-    _generate(decoder, prompts, encoded, config, parts)
+    _generate(decoder, questions, config.sampling, config.batch_size, parts)
+    _generate(decoder, heldout, replace(config.sampling, temperature=0.0), config.batch_size, parts / GREEDY)
     _assemble(parts, prompts, output)
     return output
 
@@ -94,39 +86,74 @@ def load_responses(folder: str, split: str) -> datasets.Dataset:
     """One split of what `respond` wrote.
 
     Raises:
-        ValueError: the folder holds no finished responses.
+        ValueError: the folder holds no finished responses, or those of an older release, which knew fewer splits.
     """
-    path = Path(folder) / split
-    if not path.is_dir():
-        raise ValueError(f"responses {folder}: holds no {split}/; give a folder that `spec-distill respond` finished")
-    dataset = datasets.load_from_disk(str(path))
+    try:
+        dataset = datasets.load_from_disk(str(Path(folder) / split))
+    except FileNotFoundError as error:
+        remedy = "give a folder that `spec-distill respond` finished"
+        if split == GREEDY and (Path(folder) / "dataset_dict.json").is_file():
+            remedy = "an older release wrote it; make it anew with `spec-distill respond`"
+        raise ValueError(f"responses {folder}: holds no {split}/; {remedy}") from error
     if missing := {"input_ids", "response_mask"} - set(dataset.column_names):
         raise ValueError(f"responses {folder}: lacks the column {', '.join(sorted(missing))}")
     return dataset
 
 
-def hidden_states_dtype(folder: str) -> torch.dtype:
-    """In which dtype the hidden states of these responses were kept."""
-    return getattr(torch, _record(Path(folder))["hidden_states_dtype"])  # type: ignore[no-any-return]
+def has_split(folder: str, split: str) -> bool:
+    """Whether responses have a split: older releases wrote no heldout_greedy."""
+    return (Path(folder) / split).is_dir()
 
 
-def refuse_responses_of_another_target(folder: str, name: str, tokenizer: Tokenizer, states: bool) -> None:
-    """Text of another target can teach, if its tokens are the same; its hidden states can not.
+def refuse_responses_of_another_target(folder: str, name: str, tokenizer: Tokenizer) -> None:
+    """Text of another target can teach, if its tokens are the same.
 
     Raises:
-        ValueError: the responses are in another tokenizer's ids; or `states` are wanted, and not of target `name`.
+        ValueError: the responses are in the ids of another tokenizer than that of target `name`.
     """
-    keys = ("tokenizer_sha256", "config_sha256") if states else ("tokenizer_sha256",)
-    made_by = _record(Path(folder)).get("target", {})
-    refuse_other_target(made_by, describe_target(name, tokenizer), f"responses {folder}", keys)
+    made_by = read_record(folder).get("target", {})
+    refuse_other_target(made_by, describe_target(name, tokenizer), f"responses {folder}", ("tokenizer_sha256",))
 
 
-def _record(folder: Path) -> dict[str, Any]:
+def heldout_places(total: int, share: float) -> set[int]:
+    """Which of so many things to hold out: at least one, evenly spaced, but not all."""
+    count = min(max(1, round(share * total)), total - 1)
+    return {(number + 1) * total // count - 1 for number in range(count)}
+
+
+def partial(output: Path) -> Path:
+    """Where the parts of a folder are until all of them are there."""
+    return output.parent / f".{output.name}.partial"
+
+
+def is_complete(output: Path, record_name: str, settings: dict[str, Any]) -> bool:
+    """Whether a folder made of parts is there already, and these settings made it; they are in its record.
+
+    Raises:
+        ValueError: the folder is something else, or was made or begun with other settings.
+    """
+    parts = partial(output)
+    if output.exists():
+        _refuse_other_settings(output, record_name, settings)
+        remove_folder(parts)
+        logger.info("%s is complete already; nothing to do", output)
+        return True
+    if (parts / record_name).is_file():
+        _refuse_other_settings(parts, record_name, settings)
+    return False
+
+
+def read_record(folder: str, name: str = RECORD) -> dict[str, Any]:
+    """What is written beside responses: how they, or what goes with them, were made.
+
+    Raises:
+        ValueError: there is no such record, or no sense in it.
+    """
     try:
-        record: dict[str, Any] = json.loads((folder / RECORD).read_text())
-        record["settings"], record["hidden_states_dtype"]
+        record: dict[str, Any] = json.loads((Path(folder) / name).read_text())
+        record["settings"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"responses {folder}: {RECORD} is missing or damaged; make them anew") from error
+        raise ValueError(f"responses {folder}: {name} is missing or damaged; make them anew") from error
     return record
 
 
@@ -139,9 +166,7 @@ def _all_samples(prompts: list[Prompt], config: RespondConfig) -> list[Prompt]:
     total = len(prompts)
     heldout = {place for place, prompt in enumerate(prompts) if prompt.split == "heldout"}
     if not any(prompt.split for prompt in prompts):
-        # at least one, evenly spaced
-        num_heldout = min(max(1, round(config.heldout_fraction * total)), total - 1)
-        heldout = {(number + 1) * total // num_heldout - 1 for number in range(num_heldout)}
+        heldout = heldout_places(total, config.heldout_fraction)
     if not 0 < len(heldout) < total:
         lacking = "train" if heldout else "heldout"
         raise ValueError(f"prompts {config.prompts}: none of {total} is in the split {lacking!r}; add or mark some")
@@ -155,66 +180,54 @@ def _all_samples(prompts: list[Prompt], config: RespondConfig) -> list[Prompt]:
 
 
 def _generate(
-    decoder: PlainDecoder, prompts: list[Prompt], encoded: list[list[int]], config: RespondConfig, parts: Path
+    decoder: PlainDecoder, questions: list[Question], sampling: SamplingParams, batch_size: int, parts: Path
 ) -> None:
     """Write a part per batch, but for those that are there."""
-    with ProgressBar("responses", len(prompts)) as bar:
-        for start in range(0, len(prompts), config.batch_size):
+    with ProgressBar("responses" if sampling.temperature else "greedy responses", len(questions)) as bar:
+        for start in range(0, len(questions), batch_size):
             part = parts / f"{start:08d}"
-            batch = slice(start, start + config.batch_size)
-            end = start + len(encoded[batch])
+            batch = questions[start : start + batch_size]
+            end = start + len(batch)
             if part.exists():
                 bar.skip(end)
                 continue
             completions = decoder.generate_ids(
-                encoded[batch],
-                config.sampling,
+                [ids for _, ids in batch],
+                sampling,
                 streams=list(range(start, end)),
-                keep_hidden_states=config.keep_hidden_states,
-                on_token=lambda rows: bar.advance(rows / config.sampling.max_new_tokens),
+                on_token=lambda rows: bar.advance(rows / sampling.max_new_tokens),
             )
-            rows = list(_rows(prompts[batch], encoded[batch], completions))
-            _save(datasets.Dataset.from_list(rows, features=_features(config)), part)
+            rows = [_row(prompt, completion) for (prompt, _), completion in zip(batch, completions, strict=True)]
+            _save(datasets.Dataset.from_list(rows, features=COLUMNS), part)
             bar.set(end)
 
 
-def _rows(prompts: list[Prompt], encoded: list[list[int]], completions: list[Completion]) -> Iterator[dict[str, Any]]:
-    for prompt, prompt_ids, completion in zip(prompts, encoded, completions, strict=True):
-        row: dict[str, Any] = {
-            "id": prompt.id,
-            "category": prompt.category,
-            "input_ids": prompt_ids + completion.ids,
-            "response_mask": [False] * len(prompt_ids) + [True] * len(completion.ids),
-            "finish_reason": completion.finish_reason,
-        }
-        if completion.hidden_states is not None and completion.log_normalizers is not None:
-            row["hidden_states"] = _raw_bytes(completion.hidden_states)
-            row["log_normalizers"] = completion.log_normalizers.tolist()
-        yield row
-
-
-def _raw_bytes(states: Tensor) -> bytes:
-    return states.cpu().contiguous().view(torch.uint8).numpy().tobytes()
-
-
-def _features(config: RespondConfig) -> datasets.Features:
-    return datasets.Features({**COLUMNS, **(STATE_COLUMNS if config.keep_hidden_states else {})})
+def _row(prompt: Prompt, completion: Completion) -> dict[str, Any]:
+    return {
+        "id": prompt.id,
+        "category": prompt.category,
+        "input_ids": completion.prompt + completion.ids,
+        "response_mask": [False] * len(completion.prompt) + [True] * len(completion.ids),
+        "finish_reason": completion.finish_reason,
+    }
 
 
 def _assemble(parts: Path, prompts: list[Prompt], output: Path) -> None:
     """Join the parts, split them, and let the output appear complete or not at all."""
-    everything = datasets.concatenate_datasets(
-        [datasets.load_from_disk(str(part)) for part in sorted(parts.glob("[0-9]*"))]
-    )
-    splits = datasets.DatasetDict()
+    sampled, splits = _joined(parts), datasets.DatasetDict()
     for split in ("train", "heldout"):
-        splits[split] = everything.select([place for place, prompt in enumerate(prompts) if prompt.split == split])
+        splits[split] = sampled.select([place for place, prompt in enumerate(prompts) if prompt.split == split])
+    splits[GREEDY] = _joined(parts / GREEDY)
     finished = output.parent / f".{output.name}.finished"
     remove_folder(finished)
     splits.save_to_disk(str(finished))
     shutil.copy(parts / RECORD, finished / RECORD)
     publish(finished, output)
     remove_folder(parts)
+
+
+def _joined(parts: Path) -> datasets.Dataset:
+    return datasets.concatenate_datasets([datasets.load_from_disk(str(part)) for part in sorted(parts.glob("[0-9]*"))])
 
 
 def _save(dataset: datasets.Dataset, folder: Path) -> None:
@@ -224,15 +237,16 @@ def _save(dataset: datasets.Dataset, folder: Path) -> None:
     publish(temporary, folder)
 
 
-def _refuse_other_settings(folder: Path, settings: dict[str, Any]) -> None:
+def _refuse_other_settings(folder: Path, record_name: str, settings: dict[str, Any]) -> None:
     """What is there may be reused only if the same configuration made it."""
-    if not (folder / RECORD).is_file():
-        raise ValueError(f"output {folder}: exists and holds no responses; give another folder")
-    recorded = _record(folder)["settings"]
+    if not (folder / record_name).is_file():
+        raise ValueError(f"output {folder}: exists and holds no {record_name}; give another folder")
+    recorded = read_record(str(folder), record_name)["settings"]
     wanted = json.loads(json.dumps(settings))
-    # a release that did not know a field wrote what its default gives
-    unrecorded = json.loads(json.dumps(asdict(SamplingParams(seed=0))))
-    recorded["sampling"] = {**unrecorded, **recorded.get("sampling", wanted["sampling"])}
+    if "sampling" in wanted:
+        # a release that did not know a field wrote what its default gives
+        unrecorded = json.loads(json.dumps(asdict(SamplingParams(seed=0))))
+        recorded["sampling"] = {**unrecorded, **recorded.get("sampling", wanted["sampling"])}
     for key, value in wanted.items():
         if recorded.get(key, value) != value:  # what is not recorded cannot be compared
             raise ValueError(
@@ -241,11 +255,9 @@ def _refuse_other_settings(folder: Path, settings: dict[str, Any]) -> None:
             )
 
 
-def _refuse_long_prompts(
-    prompts: list[Prompt], encoded: list[list[int]], config: RespondConfig, model_config: PretrainedConfig
-) -> None:
+def _refuse_long_prompts(questions: list[Question], config: RespondConfig, model_config: PretrainedConfig) -> None:
     limit = getattr(model_config, "max_position_embeddings", None)
-    for prompt, ids in zip(prompts, encoded, strict=True):
+    for prompt, ids in questions:
         if limit is not None and len(ids) + config.sampling.max_new_tokens > limit:
             raise ValueError(
                 f"prompt {prompt.id}: {len(ids)} tokens and {config.sampling.max_new_tokens} new ones are more than "

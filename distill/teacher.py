@@ -1,4 +1,4 @@
-"""The teacher's distribution for the tokens of a batch, from a pass of the target or from kept hidden states."""
+"""Texts to batches, models to hidden states, hidden states to logits and log-probabilities."""
 
 from typing import Any
 
@@ -9,7 +9,58 @@ from transformers import PreTrainedModel
 Batch = dict[str, Tensor]
 
 
-class TeacherHead:
+class Head:
+    """A model's output head: what it does to final hidden states to make logits of some tokens.
+
+    Args:
+        model: whose head it is; the weights are shared, not copied, unless token_ids picks some.
+        token_ids: int64 [columns], the tokens wanted; None for all.
+        role: what to call the model in messages.
+
+    Raises:
+        ValueError: the model makes its logits in a way that is not known here.
+    """
+
+    def __init__(self, model: PreTrainedModel, token_ids: Tensor | None = None, role: str = "target") -> None:
+        head = model.get_output_embeddings()
+        self.weight: Tensor = head.weight.detach()
+        self.bias: Tensor | None = None if head.bias is None else head.bias.detach()
+        self.token_ids = token_ids
+        config = model.config.get_text_config()
+        self.soft_cap: float | None = getattr(config, "final_logit_softcapping", None)
+        # Cohere multiplies its logits, Granite divides them
+        self.scale: float = getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
+        self.bias_rows = self.bias if self.bias is None or token_ids is None else self.bias[token_ids]
+        self._refuse_other_logits(model, role)
+
+    def finish(self, products: Tensor) -> Tensor:
+        """Logits of the wanted tokens from products of hidden states and their rows of the weight, fp32."""
+        return self._finish(products, self.bias_rows)
+
+    def _logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return self._finish(hidden.to(weight.dtype) @ weight.T, bias)
+
+    def _finish(self, products: Tensor, bias: Tensor | None) -> Tensor:
+        logits = products.float() if bias is None else products.float() + bias.float()
+        if self.scale != 1:
+            logits = self.scale * logits
+        return logits if self.soft_cap is None else self.soft_cap * torch.tanh(logits / self.soft_cap)
+
+    @torch.no_grad()
+    def _refuse_other_logits(self, model: PreTrainedModel, role: str) -> None:
+        """A model that does more to its logits would be misread without a sign: compare those of one pass."""
+        input_ids = torch.tensor([[0, 1]], device=model.device)
+        batch = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids), "predicts": input_ids >= 0}
+        ours = self._logits(final_hidden_states(model, batch), self.weight, self.bias)
+        theirs = model(input_ids=input_ids, use_cache=False).logits[0].float()
+        if (ours - theirs).abs().max() > 0.02 * theirs.abs().max():
+            raise ValueError(
+                f"{role}: model type {model.config.model_type!r} makes its logits from its hidden states in a way "
+                f"that is not known here; use another {role}"
+            )
+
+
+class TeacherHead(Head):
     """The target's frozen head: final hidden states in, log-probabilities out.
 
     Args:
@@ -22,18 +73,9 @@ class TeacherHead:
     """
 
     def __init__(self, target: PreTrainedModel, token_ids: Tensor | None = None, temperature: float = 1.0) -> None:
-        head = target.get_output_embeddings()
-        self.weight: Tensor = head.weight.detach()
-        self.bias: Tensor | None = None if head.bias is None else head.bias.detach()
-        self.token_ids = token_ids
+        super().__init__(target, token_ids)
         self.temperature = temperature
-        config = target.config.get_text_config()
-        self.soft_cap: float | None = getattr(config, "final_logit_softcapping", None)
-        # Cohere multiplies its logits, Granite divides them
-        self.scale: float = getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
         self.weight_rows = self.weight if token_ids is None else self.weight[token_ids]
-        self.bias_rows = self.bias if self.bias is None or token_ids is None else self.bias[token_ids]
-        self._refuse_other_logits(target)
 
     def log_probabilities(self, hidden: Tensor, log_normalizers: Tensor | None = None) -> Tensor:
         """log p of the wanted tokens, normalised over the whole vocabulary.
@@ -55,48 +97,17 @@ class TeacherHead:
         """What `log_probabilities` can be spared: logsumexp of the whole head's logits at temperature 1, [tokens]."""
         return self._logits(hidden, self.weight, self.bias).logsumexp(dim=-1)
 
-    def draft_log_probabilities(self, logits: Tensor) -> Tensor:
-        """log q of the wanted tokens from the draft's raw products with the head, [tokens, draft_vocab].
 
-        The draft is built from the target, and its logits are treated as the target's are.
-        """
-        return (self._finish(logits, self.bias_rows) / self.temperature).log_softmax(dim=-1)
-
-    def _logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return self._finish(hidden.to(weight.dtype) @ weight.T, bias)
-
-    def _finish(self, products: Tensor, bias: Tensor | None) -> Tensor:
-        logits = products.float() if bias is None else products.float() + bias.float()
-        if self.scale != 1:
-            logits = self.scale * logits
-        return logits if self.soft_cap is None else self.soft_cap * torch.tanh(logits / self.soft_cap)
-
-    @torch.no_grad()
-    def _refuse_other_logits(self, target: PreTrainedModel) -> None:
-        """A model that does more to its logits would be misread without a sign: compare those of one pass."""
-        input_ids = torch.tensor([[0, 1]], device=target.device)
-        batch = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids), "predicts": input_ids >= 0}
-        ours = self._logits(final_hidden_states(target, batch), self.weight, self.bias)
-        theirs = target(input_ids=input_ids, use_cache=False).logits[0].float()
-        if (ours - theirs).abs().max() > 0.02 * theirs.abs().max():
-            raise ValueError(
-                f"target: model type {target.config.model_type!r} makes its logits from its hidden states in a way "
-                "that is not known here; use another target"
-            )
-
-
-def collate(rows: list[dict[str, Any]], padding_id: int, kept_dtype: torch.dtype | None) -> Batch:
+def collate(rows: list[dict[str, Any]], padding_id: int) -> Batch:
     """Rows of responses to the tensors of one batch.
 
     Args:
-        rows: with input_ids and response_mask; with hidden_states and log_normalizers too when kept_dtype says
-            in which dtype they were kept.
+        rows: with input_ids and response_mask.
         padding_id: any token id.
 
     Returns:
         input_ids int64, attention_mask int64 and predicts bool, [rows, length]: predicts[b, t] is true where the
-        token after position t belongs to the response, which makes `tokens` of them in all; and, when kept,
-        teacher_hidden [tokens, hidden] and log_normalizers fp32 [tokens].
+        token after position t belongs to the response.
     """
     width = max(len(row["input_ids"]) for row in rows)
     input_ids = torch.full((len(rows), width), padding_id)
@@ -107,26 +118,16 @@ def collate(rows: list[dict[str, Any]], padding_id: int, kept_dtype: torch.dtype
         input_ids[place, :length] = torch.tensor(row["input_ids"])
         attention_mask[place, :length] = 1
         predicts[place, : length - 1] = torch.tensor(row["response_mask"][1:])
-    batch = {"input_ids": input_ids, "attention_mask": attention_mask, "predicts": predicts}
-    if kept_dtype is not None:
-        states = [torch.frombuffer(bytearray(row["hidden_states"]), dtype=kept_dtype) for row in rows]
-        counts = [len(row["log_normalizers"]) for row in rows]
-        batch["teacher_hidden"] = torch.cat([s.view(n, -1) for s, n in zip(states, counts, strict=True)])
-        batch["log_normalizers"] = torch.cat([torch.tensor(row["log_normalizers"]) for row in rows])
-    return batch
+    return {"input_ids": input_ids, "attention_mask": attention_mask, "predicts": predicts}
+
+
+def hidden_states(model: PreTrainedModel, batch: Batch) -> Tensor:
+    """What enters the head at every position, [rows, length, hidden]."""
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids") if name in batch}
+    hidden: Tensor = model.get_decoder()(**inputs, use_cache=False).last_hidden_state
+    return hidden
 
 
 def final_hidden_states(model: PreTrainedModel, batch: Batch) -> Tensor:
     """What enters the head where a response token is predicted, [tokens, hidden], in the order of `collate`."""
-    output = model.get_decoder()(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False)
-    hidden: Tensor = output.last_hidden_state
-    return hidden[batch["predicts"]]
-
-
-@torch.no_grad()
-def teacher_signal(batch: Batch, target: PreTrainedModel | None) -> tuple[Tensor, Tensor | None]:
-    """The teacher's hidden states and normalisers for a batch: the kept ones, or from a pass of `target`."""
-    if "teacher_hidden" in batch:
-        return batch["teacher_hidden"], batch["log_normalizers"]
-    assert target is not None
-    return final_hidden_states(target, batch), None
+    return hidden_states(model, batch)[batch["predicts"]]

@@ -28,6 +28,8 @@ ALL_THREADS = torch.get_num_threads()
 REAL_TARGET = Path(__file__).parents[1] / "models" / "SmolLM2-135M-Instruct"
 
 SPECIAL_TOKENS = ("<|pad|>", "<|im_start|>", "<|im_end|>")  # ids 0 to 2
+# the target that tests of distillation distil
+DISTILLED: dict[str, Any] = {"num_layers": 3, "hidden_size": 16, "tie_word_embeddings": True}
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
@@ -77,6 +79,64 @@ def tiny_model_folder(
         return folder
 
     return save
+
+
+@pytest.fixture(scope="session")
+def distill_folders(
+    tiny_model_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
+    """What distillation begins from: read only.
+
+    A target, its responses to 40 prompts, the same with the teacher's signal ("hidden_states", and all 259 "top_k"),
+    and two pairs of two layers: with all output tokens ("whole") and with 120 ("reduced").
+    """
+    from decode.params import SamplingParams
+    from distill.build import build
+    from distill.cache import cache
+    from distill.config import BuildConfig, CacheConfig, RespondConfig
+    from distill.responses import respond
+
+    torch.set_num_threads(1)
+    folder, target = tmp_path_factory.mktemp("distill"), tiny_model_folder(**DISTILLED)
+    (folder / "prompts.txt").write_text("".join(f"Say {number}.\n" for number in range(40)))
+    sampling = SamplingParams(temperature=1.0, max_new_tokens=24, seed=0)
+    prompts, responses = str(folder / "prompts.txt"), str(folder / "responses")
+    respond(RespondConfig(target=str(target), prompts=prompts, output=responses, sampling=sampling))
+    for kind in ("hidden_states", "top_k"):
+        cache(CacheConfig(responses=responses, output=str(folder / kind), kind=kind, top_k=259))
+    for name, vocab_size in (("whole", None), ("reduced", 120)):
+        build(
+            BuildConfig(
+                target=str(target),
+                output=str(folder / name),
+                layers=2,
+                vocab_size=vocab_size,
+                responses=responses if vocab_size else None,
+            )
+        )
+    return {"target": target} | {
+        name: folder / name for name in ("responses", "hidden_states", "top_k", "whole", "reduced")
+    }
+
+
+@pytest.fixture
+def configure_run(distill_folders: dict[str, Path], tmp_path: Path) -> Callable[..., Any]:
+    """A RunConfig on the reduced pair, that neither measures speed nor proves parity unless told so.
+
+    What TrainConfig knows goes there, the rest into RunConfig; the output is tmp_path / "run".
+    """
+    from distill.config import RunConfig
+    from train.config import TrainConfig
+
+    def configure(**changes: Any) -> RunConfig:
+        train = {"output": str(tmp_path / "run"), "batch_size": 8, "log_every_steps": 5}
+        train |= {key: changes.pop(key) for key in list(changes) if key in TrainConfig.__dataclass_fields__}
+        values = {"pair": distill_folders["reduced"], "responses": distill_folders["responses"]}
+        values |= {"measure_speed": False, "parity_prompts": 0, **changes}
+        values = {key: str(value) if isinstance(value, Path) else value for key, value in values.items()}
+        return RunConfig(**values, train=TrainConfig(**train))
+
+    return configure
 
 
 @pytest.fixture(scope="session")

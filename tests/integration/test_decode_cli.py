@@ -372,7 +372,7 @@ def test_timings_that_cannot_be_meant(
         ),
         (
             ["generate", "--speculation.num_draft_tokens", "x"],
-            "speculation.num_draft_tokens: expected one of int, NoneType, got x",
+            "speculation.num_draft_tokens: expected int, got x",
         ),
         (
             ["generate", "--speculation.proposer", "lokup"],

@@ -19,13 +19,11 @@ from decode.plain import PlainDecoder
 from decode.prompts import as_messages, encode
 from distill import responses
 from distill.config import RespondConfig
-from distill.responses import hidden_states_dtype, load_responses, respond
-from train.language_data import read_rows
+from distill.responses import SPLITS, load_responses, respond
+from train.data import read_rows
 
 STOP_IDS = [2, *range(20, 30)]
-HIDDEN = 16
 COLUMNS = ["id", "category", "input_ids", "response_mask", "finish_reason"]
-STATE_COLUMNS = ["hidden_states", "log_normalizers"]
 MAX_NEW_TOKENS = 12
 
 
@@ -37,7 +35,7 @@ def target(
 ) -> Path:
     """Ends its texts with many tokens, so that some are over before max_new_tokens."""
     folder = tmp_path_factory.mktemp("target")
-    model = tiny_llama(hidden_size=HIDDEN)
+    model = tiny_llama(hidden_size=16)
     model.generation_config.eos_token_id = STOP_IDS
     model.save_pretrained(folder)
     byte_tokenizer.save_pretrained(folder)
@@ -88,7 +86,7 @@ def generated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def rows_of(output: Path) -> dict[str, list[dict[str, Any]]]:
-    return {split: list(load_responses(str(output), split)) for split in ("train", "heldout")}
+    return {split: list(load_responses(str(output), split)) for split in SPLITS}
 
 
 def prompt_ids(tokenizer: Any, row: dict[str, Any]) -> list[int]:
@@ -105,7 +103,7 @@ def names(folder: Path) -> list[str]:
 def test_rows_hold_prompt_and_response_and_why_it_ended(configure: Callable[..., RespondConfig], target: Path) -> None:
     output = respond(configure())
     assert names(output.parent) == ["responses"]
-    assert set(datasets.load_from_disk(str(output))) == {"train", "heldout"}
+    assert set(datasets.load_from_disk(str(output))) == set(SPLITS)
     rows = rows_of(output)
     assert [row["id"] for row in rows["train"]] == ["p0", "p1", "p3", "p4", "p6"]
     assert [row["id"] for row in rows["heldout"]] == ["p2", "p5"]
@@ -133,7 +131,6 @@ def test_the_record_says_how_it_was_made(configure: Callable[..., RespondConfig]
     assert record["settings"]["sampling"]["max_new_tokens"] == MAX_NEW_TOKENS
     assert "output" not in record["settings"]
     assert record["provenance"]["resolved_config"]["output"] == str(output)
-    assert hidden_states_dtype(str(output)) == torch.float32
 
 
 def test_training_prompts_are_answered_as_often_as_asked_and_differently(
@@ -162,41 +159,51 @@ def test_the_batch_size_does_not_change_the_text(configure: Callable[..., Respon
     assert other != one
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_kept_states_are_what_the_head_turned_into_each_token(
-    temperature: float, configure: Callable[..., RespondConfig], target: Path
-) -> None:
-    sampling = SamplingParams(temperature=temperature, max_new_tokens=MAX_NEW_TOKENS, seed=0)
-    output = respond(configure(keep_hidden_states=True, sampling=sampling))
-    assert hidden_states_dtype(str(output)) == torch.float32
-    model = AutoModelForCausalLM.from_pretrained(target)
-    rows = rows_of(output)
-    for row in rows["train"] + rows["heldout"]:
-        assert list(row) == COLUMNS + STATE_COLUMNS
-        num_tokens = sum(row["response_mask"])
-        states = torch.frombuffer(bytearray(row["hidden_states"]), dtype=torch.float32).view(num_tokens, HIDDEN)
-        with torch.no_grad():
-            logits = model.lm_head(states)
-            expected = model(torch.tensor([row["input_ids"][:-1]])).logits[0, -num_tokens:]
-        torch.testing.assert_close(logits.logsumexp(-1), torch.tensor(row["log_normalizers"]), rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
-        if temperature == 0:
-            assert logits.argmax(-1).tolist() == row["input_ids"][-num_tokens:]
-
-
-def test_kept_states_of_a_bfloat16_target_are_bfloat16(configure: Callable[..., RespondConfig]) -> None:
-    output = respond(configure(keep_hidden_states=True, dtype="bfloat16"))
-    assert hidden_states_dtype(str(output)) == torch.bfloat16
-    for row in rows_of(output)["train"]:
-        assert len(row["hidden_states"]) == 2 * HIDDEN * sum(row["response_mask"])
-
-
 def test_spec_train_reads_them(configure: Callable[..., RespondConfig]) -> None:
-    output = respond(configure(keep_hidden_states=True))
+    output = respond(configure())
     rows = read_rows(output / "train", tokenizer=None, max_length=1000)
     expected = rows_of(output)["train"]
     assert [row["input_ids"].tolist() for row in rows] == [row["input_ids"] for row in expected]
     assert [row["response_mask"].tolist() for row in rows] == [row["response_mask"] for row in expected]
+
+
+# --- answered greedily ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_held_out_prompts_are_also_answered_greedily(
+    temperature: float, configure: Callable[..., RespondConfig], target: Path
+) -> None:
+    sampling = SamplingParams(temperature=temperature, max_new_tokens=MAX_NEW_TOKENS, seed=0, stop_token_ids=(40, 41))
+    rows = rows_of(respond(configure(sampling=sampling)))
+    assert [row["id"] for row in rows["heldout_greedy"]] == [row["id"] for row in rows["heldout"]] == ["p2", "p5"]
+    assert (rows["heldout_greedy"] == rows["heldout"]) == (temperature == 0)
+    model = AutoModelForCausalLM.from_pretrained(target)
+    for row, sampled in zip(rows["heldout_greedy"], rows["heldout"], strict=True):
+        assert row["category"] == sampled["category"]
+        start = row["response_mask"].index(True)
+        prompt, response = row["input_ids"][:start], row["input_ids"][start:]
+        assert prompt == sampled["input_ids"][:start]
+        with torch.no_grad():
+            likeliest = model(torch.tensor([row["input_ids"][:-1]])).logits[0, start - 1 :].argmax(-1)
+        assert response == likeliest.tolist()
+        stopped = response[-1] in (*STOP_IDS, 40, 41)
+        assert row["finish_reason"] == ("stop" if stopped else "length")
+        assert stopped or len(response) == MAX_NEW_TOKENS
+        assert not set(response[:-1]) & {*STOP_IDS, 40, 41}
+
+
+def test_responses_of_an_older_release_lack_them_and_serve_otherwise(
+    configure: Callable[..., RespondConfig], generated: list[int]
+) -> None:
+    output = respond(configure())
+    shutil.rmtree(output / "heldout_greedy")
+    generated.clear()
+    assert respond(configure()) == output
+    assert generated == []
+    assert len(load_responses(str(output), "heldout")) == 2
+    with pytest.raises(ValueError, match=r"^responses .*: holds no heldout_greedy/; an older release wrote it"):
+        load_responses(str(output), "heldout_greedy")
 
 
 # --- the split --------------------------------------------------------------------------------------------
@@ -263,20 +270,21 @@ def interrupt_at_batch(number: int, config: RespondConfig) -> None:
             respond(config)
 
 
-@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("number", [1, 2, 4])  # the fourth is the first of the greedy ones
 def test_interrupted_it_goes_on_and_ends_as_if_never_interrupted(
-    kept: bool, configure: Callable[..., RespondConfig], tmp_path: Path, generated: list[int]
+    number: int, configure: Callable[..., RespondConfig], tmp_path: Path, generated: list[int]
 ) -> None:
-    whole = respond(configure(keep_hidden_states=kept, output=str(tmp_path / "whole")))
-    config = configure(keep_hidden_states=kept)
+    whole = respond(configure(output=str(tmp_path / "whole")))
+    sizes = [3, 3, 1, 2]  # seven prompts, and two again
+    assert generated == sizes
     generated.clear()
-    interrupt_at_batch(2, config)
-    assert generated == [3]
+    interrupt_at_batch(number, configure())
+    assert generated == sizes[: number - 1]
     assert names(tmp_path) == [".responses.partial", "whole"]
-    respond(config)
-    assert generated == [3, 3, 1]  # seven prompts, each once
+    output = respond(configure())
+    assert generated == sizes  # each once
     assert names(tmp_path) == ["responses", "whole"]
-    assert rows_of(whole) == rows_of(Path(config.output))
+    assert rows_of(whole) == rows_of(output)
 
 
 def test_a_half_written_batch_is_made_again(
@@ -300,7 +308,7 @@ def test_a_half_written_batch_is_made_again(
             respond(configure())
     generated.clear()
     respond(configure())
-    assert generated == [3, 1]
+    assert generated == [3, 1, 2]
     assert rows_of(whole) == rows_of(tmp_path / "responses")
 
 
@@ -370,7 +378,6 @@ def test_finished_responses_are_left_alone(
 OTHER_SETTINGS = {
     "samples_per_prompt": 2,
     "batch_size": 4,
-    "keep_hidden_states": True,
     "heldout_fraction": 0.2,
     "dtype": "bfloat16",
     "sampling": SamplingParams(temperature=0.9, max_new_tokens=MAX_NEW_TOKENS, seed=0),
@@ -446,7 +453,7 @@ def test_a_folder_of_something_else_is_left_alone(
 ) -> None:
     (tmp_path / "responses").mkdir()
     (tmp_path / "responses" / "thesis.tex").write_text("years of work")
-    with pytest.raises(ValueError, match=r"^output .*responses: exists and holds no responses; give another folder$"):
+    with pytest.raises(ValueError, match=r"^output .*responses: exists and holds no respond\.json; give another"):
         respond(configure())
     assert generated == []
     assert names(tmp_path) == ["responses"]
@@ -482,7 +489,7 @@ def test_a_prompt_that_just_fits_is_answered(configure: Callable[..., RespondCon
                 respond(config)
 
 
-@pytest.mark.parametrize("split", ["train", "heldout"])
+@pytest.mark.parametrize("split", SPLITS)
 def test_unfinished_responses_are_not_loaded(
     split: str, configure: Callable[..., RespondConfig], tmp_path: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""The teacher's signal: whole distributions from final hidden states, whether kept or from a pass."""
+"""Texts to batches, models to hidden states, and heads: whole distributions from final hidden states."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,10 +21,9 @@ from transformers import (
     PreTrainedModel,
 )
 
-from decode.completion import Completion
 from decode.params import SamplingParams
 from decode.plain import PlainDecoder
-from distill.teacher import TeacherHead, collate, final_hidden_states, teacher_signal
+from distill.teacher import Head, TeacherHead, collate, final_hidden_states, hidden_states
 
 VOCAB = 60
 SHAPE = {
@@ -73,28 +72,17 @@ def model(request: pytest.FixtureRequest, tiny_llama: Callable[..., LlamaForCaus
     return build(request.param)
 
 
-def rows_of(completions: list[Completion], kept: bool) -> list[dict[str, Any]]:
-    """As `spec-distill respond` keeps them."""
-    rows = []
-    for prompt, completion in zip(PROMPTS, completions, strict=True):
-        row: dict[str, Any] = {
+def generate(model: PreTrainedModel) -> list[dict[str, Any]]:
+    """Responses of different lengths, as `spec-distill respond` keeps them."""
+    decoder = PlainDecoder(model, frozenset([2, 3, 4, 5]))
+    completions = decoder.generate_ids(PROMPTS, SamplingParams(temperature=1.0, max_new_tokens=9, seed=3))
+    return [
+        {
             "input_ids": prompt + completion.ids,
             "response_mask": [False] * len(prompt) + [True] * len(completion.ids),
         }
-        if kept:
-            assert completion.hidden_states is not None
-            assert completion.log_normalizers is not None
-            row["hidden_states"] = completion.hidden_states.view(torch.uint8).numpy().tobytes()
-            row["log_normalizers"] = completion.log_normalizers.tolist()
-        rows.append(row)
-    return rows
-
-
-def generate(model: PreTrainedModel) -> list[Completion]:
-    """Responses of different lengths, with their hidden states."""
-    decoder = PlainDecoder(model, frozenset([2, 3, 4, 5]))
-    params = SamplingParams(temperature=1.0, max_new_tokens=9, seed=3)
-    return decoder.generate_ids(PROMPTS, params, keep_hidden_states=True)
+        for prompt, completion in zip(PROMPTS, completions, strict=True)
+    ]
 
 
 @torch.no_grad()
@@ -117,7 +105,7 @@ def test_collate_pads_and_marks_what_predicts_a_response_token() -> None:
         {"input_ids": [9, 10, 11, 12, 13, 14], "response_mask": [False, True, False, False, True, True]},
         {"input_ids": [15, 16], "response_mask": [True, True]},  # nothing precedes its first token
     ]
-    batch = collate(rows, padding_id=3, kept_dtype=None)
+    batch = collate(rows, padding_id=3)
     assert set(batch) == {"input_ids", "attention_mask", "predicts"}
     assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 3, 3], [9, 10, 11, 12, 13, 14], [15, 16, 3, 3, 3, 3]]
     assert batch["attention_mask"].tolist() == [[1] * 4 + [0] * 2, [1] * 6, [1] * 2 + [0] * 4]
@@ -125,43 +113,31 @@ def test_collate_pads_and_marks_what_predicts_a_response_token() -> None:
     assert (batch["input_ids"].dtype, batch["predicts"].dtype) == (torch.int64, torch.bool)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_collate_restores_kept_states_bit_by_bit_and_in_order(dtype: torch.dtype) -> None:
-    counts, hidden = [3, 1, 2], 4
-    states = [torch.randn(n, hidden, generator=torch.Generator().manual_seed(n)).to(dtype) for n in counts]
-    rows = [
-        {
-            "input_ids": [1, *range(10, 10 + n)],
-            "response_mask": [False] + [True] * n,
-            "hidden_states": part.view(torch.uint8).numpy().tobytes(),
-            "log_normalizers": [float(n)] * n,
-        }
-        for n, part in zip(counts, states, strict=True)
-    ]
-    batch = collate(rows, padding_id=0, kept_dtype=dtype)
-    assert batch["teacher_hidden"].dtype == dtype
-    assert torch.equal(batch["teacher_hidden"], torch.cat(states))
-    assert batch["log_normalizers"].tolist() == [3.0, 3.0, 3.0, 1.0, 2.0, 2.0]
-    assert batch["log_normalizers"].dtype == torch.float32
-    assert batch["predicts"].sum() == sum(counts)
-
-
 def test_a_batch_without_response_tokens_is_empty_and_no_error(tiny_llama: Callable[..., LlamaForCausalLM]) -> None:
-    batch = collate([{"input_ids": [1, 2, 3], "response_mask": [False] * 3}], 0, None)
-    hidden, normalizers = teacher_signal(batch, tiny_llama())
-    assert hidden.shape == (0, 32)
-    assert normalizers is None
+    batch = collate([{"input_ids": [1, 2, 3], "response_mask": [False] * 3}], 0)
+    assert final_hidden_states(tiny_llama(), batch).shape == (0, 32)
 
 
 @torch.no_grad()
 def test_hidden_states_of_a_padded_batch_are_those_of_each_row(model: PreTrainedModel) -> None:
-    rows = rows_of(generate(model), kept=False)
-    together = final_hidden_states(model, collate(rows, 0, None))
-    alone = torch.cat([final_hidden_states(model, collate([row], 0, None)) for row in rows])
+    rows = generate(model)
+    together = final_hidden_states(model, collate(rows, 0))
+    alone = torch.cat([final_hidden_states(model, collate([row], 0)) for row in rows])
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
     # the control: in another order they are others
-    other = torch.cat([final_hidden_states(model, collate([row], 0, None)) for row in reversed(rows)])
+    other = torch.cat([final_hidden_states(model, collate([row], 0)) for row in reversed(rows)])
     assert (together - other).abs().max() > 0.1
+
+
+@torch.no_grad()
+def test_packed_texts_have_the_hidden_states_of_single_ones(tiny_llama: Callable[..., LlamaForCausalLM]) -> None:
+    """What a batch brings along, such as the position ids of packed texts, reaches the model."""
+    model, one, two = tiny_llama(), torch.tensor([[5, 6, 7]]), torch.tensor([[8, 9]])
+    packed = {"input_ids": torch.cat([one, two], 1), "position_ids": torch.tensor([[0, 1, 2, 0, 1]])}
+    alone = torch.cat([hidden_states(model, {"input_ids": ids}) for ids in (one, two)], dim=1)
+    torch.testing.assert_close(hidden_states(model, packed), alone, rtol=1e-4, atol=1e-5)
+    del packed["position_ids"]
+    assert (hidden_states(model, packed) - alone)[:, 3:].abs().max() > 0.1  # the control
 
 
 # --- log-probabilities ------------------------------------------------------------------------------------
@@ -169,28 +145,21 @@ def test_hidden_states_of_a_padded_batch_are_those_of_each_row(model: PreTrained
 
 @pytest.mark.parametrize("token_ids", [None, SOME_IDS], ids=["whole", "reduced"])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_a_pass_and_kept_states_give_the_targets_own_distribution(
+@torch.no_grad()
+def test_hidden_states_give_the_targets_own_distribution(
     temperature: float, token_ids: Tensor | None, model: PreTrainedModel
 ) -> None:
-    completions = generate(model)
-    kept, online = rows_of(completions, kept=True), rows_of(completions, kept=False)
-    expected = true_log_p(model, temperature, online)
+    rows = generate(model)
+    expected = true_log_p(model, temperature, rows)
     columns = torch.arange(VOCAB) if token_ids is None else token_ids
     head = TeacherHead(model, token_ids, temperature)
-    hidden, normalizers = teacher_signal(collate(online, 0, None), model)
-    assert normalizers is None
-    kept_hidden, kept_normalizers = teacher_signal(collate(kept, 0, model.dtype), None)
-    torch.testing.assert_close(kept_hidden, hidden, rtol=1e-4, atol=1e-5)
-    assert kept_normalizers is not None
-    for log_p in (
-        head.log_probabilities(hidden),
-        head.log_probabilities(kept_hidden),
-        head.log_probabilities(kept_hidden, kept_normalizers),
-    ):
+    hidden = final_hidden_states(model, collate(rows, 0))
+    normalizers = head.log_normalizers(hidden)
+    for log_p in (head.log_probabilities(hidden), head.log_probabilities(hidden, normalizers)):
         assert (log_p.dtype, log_p.shape) == (torch.float32, (len(expected), len(columns)))
         torch.testing.assert_close(log_p.double(), expected[:, columns], rtol=1e-5, atol=5e-5)
     # the control: distributions of this family differ from row to row and with the temperature by far more
-    assert (expected - true_log_p(model, 0.8, online))[:, columns].abs().max() > 0.05
+    assert (expected - true_log_p(model, 0.8, rows))[:, columns].abs().max() > 0.05
     assert (expected - expected.roll(1, 0))[:, columns].abs().max() > 0.5
 
 
@@ -209,11 +178,12 @@ def test_the_drafts_distribution_is_what_its_logits_say(
     temperature: float, token_ids: Tensor | None, model: PreTrainedModel
 ) -> None:
     """The draft here is the target: its logits on the wanted columns, softmaxed over these."""
-    rows = rows_of(generate(model), kept=False)
-    hidden, _ = teacher_signal(collate(rows, 0, None), model)
+    rows = generate(model)
+    hidden = final_hidden_states(model, collate(rows, 0))
     columns = torch.arange(VOCAB) if token_ids is None else token_ids
+    head = Head(model, token_ids, "draft")
     products = hidden @ model.get_output_embeddings().weight[columns].T
-    log_q = TeacherHead(model, token_ids, temperature).draft_log_probabilities(products)
+    log_q = (head.finish(products) / temperature).log_softmax(-1)
     expected = true_log_p(model, temperature, rows)[:, columns].log_softmax(-1)
     torch.testing.assert_close(log_q.double(), expected, rtol=1e-5, atol=5e-5)
 
@@ -240,3 +210,5 @@ def test_logits_made_in_an_unknown_way_are_refused(tiny_llama: Callable[..., Lla
     model.__class__ = Squaring
     with pytest.raises(ValueError, match=r"^target: model type 'llama' makes its logits .* use another target"):
         TeacherHead(model)
+    with pytest.raises(ValueError, match=r"^draft: model type 'llama' makes its logits .* use another draft"):
+        Head(model, role="draft")

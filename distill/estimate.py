@@ -1,0 +1,135 @@
+"""What a run will take, before it is begun: a few of its steps are taken here and measured."""
+
+import resource
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from time import perf_counter
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from train.batches import batch_plan, total_steps
+from train.config import TrainConfig
+from train.folder import RunFolder
+from train.loop import fit
+
+from .config import RunConfig
+from .run import Prepared, prepare
+from .size import disk_bytes
+from .texts import column
+
+WARM_UP_STEPS, MEASURED_STEPS = 2, 6
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a run will take.
+
+    Attributes:
+        num_steps: optimiser steps; num_tokens: response tokens of their texts, each as often as it is met.
+        tokens_per_second: response tokens.
+        minutes: of training and evaluations; evaluation_minutes: the evaluations among them.
+        disk_bytes: at most, of the run's folder.
+        memory_bytes: the most that this process held while it took a few steps; of the accelerator where there is one.
+    """
+
+    num_steps: int
+    num_tokens: int
+    tokens_per_second: float
+    minutes: float
+    evaluation_minutes: float
+    disk_bytes: int
+    memory_bytes: int
+
+
+def estimate(config: RunConfig) -> Estimate:
+    """Take a few steps of a run in a folder that is then deleted, and print what all of it will take.
+
+    Raises:
+        ValueError: the run could not begin.
+    """
+    train = config.train
+    with tempfile.TemporaryDirectory(prefix=".estimate-", dir=_existing(Path(train.output))) as folder:
+        few = replace(
+            train,
+            output=folder,
+            max_steps=WARM_UP_STEPS + MEASURED_STEPS,
+            log_every_steps=1,
+            eval_every_steps=0,
+            checkpoint_every_steps=0,
+            select_by=None,
+            patience=None,
+            trackers=(),
+        )
+        prepared = prepare(replace(config, train=few, parity_prompts=0))
+        fit(prepared.task, prepared.rows, prepared.lengths, few, prepared.resolved_config, result_name="pair")
+        lines = RunFolder(Path(folder), "pair").read_metrics()
+    started = perf_counter()
+    device = prepared.task.module.draft.device
+    with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=train.mixed_precision == "bf16"):
+        prepared.task.evaluate(prepared.task.module)
+    result = _extrapolated(config, prepared, lines, perf_counter() - started)
+    _print(result)
+    return result
+
+
+def _extrapolated(
+    config: RunConfig, prepared: Prepared, lines: list[dict[str, float]], evaluation_seconds: float
+) -> Estimate:
+    train = config.train
+    steps = [line for line in lines if "seconds" in line]
+    begun, ended = steps[WARM_UP_STEPS - 1], steps[-1]
+    seconds, tokens = ended["seconds"] - begun["seconds"], ended["tokens"] - begun["tokens"]
+    num_steps = total_steps(len(prepared.rows), train.batch_size, train.num_epochs, train.max_steps)
+    num_evaluations = 1 + (num_steps - 1) // train.eval_every_steps if train.eval_every_steps else 1
+    evaluating = num_evaluations * evaluation_seconds
+    return Estimate(
+        num_steps=num_steps,
+        num_tokens=_response_tokens(prepared, train, num_steps),
+        tokens_per_second=tokens / seconds,
+        minutes=(num_steps * seconds / MEASURED_STEPS + evaluating) / 60,
+        evaluation_minutes=evaluating / 60,
+        disk_bytes=disk_bytes(prepared.task.module, train),
+        memory_bytes=_peak_memory_bytes(),
+    )
+
+
+def _response_tokens(prepared: Prepared, train: TrainConfig, num_steps: int) -> int:
+    counts = [int(np.sum(mask[1:])) for mask in column(prepared.rows, "response_mask")]
+    steps_per_epoch = total_steps(len(counts), train.batch_size, 1.0, None)
+    num_epochs, rest = divmod(num_steps, steps_per_epoch)
+    last = batch_plan(prepared.lengths, train.batch_size, train.seed, num_epochs)[:rest]
+    return num_epochs * sum(counts) + sum(counts[place] for batch in last for place in batch)
+
+
+def _peak_memory_bytes() -> int:
+    if torch.accelerator.is_available():
+        return torch.accelerator.max_memory_allocated()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak  # Linux counts in KiB
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it that is there: estimates are for the disk that the run will use."""
+    folder = folder.absolute()
+    while not folder.is_dir():
+        folder = folder.parent
+    return folder
+
+
+def _print(result: Estimate) -> None:
+    table = Table(title="What this run will take here", show_header=False)
+    for name, value in (
+        ("optimiser steps", f"{result.num_steps:,}"),
+        ("response tokens", f"{result.num_tokens:,}"),
+        ("response tokens per second", f"{result.tokens_per_second:,.0f}"),
+        ("minutes", f"{result.minutes:,.1f}, of which {result.evaluation_minutes:.1f} for evaluations"),
+        ("disk, at most", f"{result.disk_bytes / 1e9:.2f} GB"),
+        ("memory, peak", f"{result.memory_bytes / 1e9:.2f} GB"),
+    ):
+        table.add_row(name, value)
+    Console().print(table)

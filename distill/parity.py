@@ -1,0 +1,155 @@
+"""The last gate of a run: the finished pair, decoding, accepts what was predicted for it on the held-out text."""
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from decode.decoder import SpeculativeDecoder
+from decode.evaluate import spread
+from decode.params import SamplingParams, SpeculationParams
+from train.checkpoint import write_text
+
+from .config import RunConfig
+from .judge import expected_rounds
+from .responses import read_record
+from .task import DistillTask
+from .texts import Rows
+
+logger = logging.getLogger(__name__)
+
+# of the bootstrap over prompts; a sound run fails once in a thousand times
+CONFIDENCE, RESAMPLES = 0.999, 5000
+BATCH_SIZE = 8
+
+
+def why_unprovable(task: DistillTask, config: RunConfig) -> str | None:
+    """Why the held-out texts do not tell what the pair will accept; None where they do."""
+    if not task.texts.by_target:
+        return f"{config.responses} is not text of the target"
+    record = read_record(config.responses)
+    key = "config_sha256"
+    if record.get("target", {}).get(key, task.pair.target.get(key)) != task.pair.target.get(key):
+        return f"{config.responses} is text of another target"
+    sampling = _sampling_of(config)
+    plain = SamplingParams(
+        temperature=config.temperature,
+        max_new_tokens=sampling.max_new_tokens,
+        stop=sampling.stop,
+        stop_token_ids=sampling.stop_token_ids,
+        logprobs=sampling.logprobs,
+        seed=sampling.seed,
+    )
+    if sampling != plain:
+        return f"{config.responses} was not sampled at temperature {config.temperature} and nothing else"
+    return None
+
+
+def prove_parity(task: DistillTask, pair: Path, config: RunConfig) -> None:
+    """Decode held-out prompts with the pair and compare tokens per target pass with what its draft's q promise.
+
+    Writes parity.json beside the pair. Where a kept signal promises so much at least, more may be accepted.
+
+    Raises:
+        ValueError: they differ by more than chance.
+    """
+    path = pair.parent / "parity.json"
+    if path.is_file():
+        return
+    draft = AutoModelForCausalLM.from_pretrained(pair / "draft", dtype=torch.float32)
+    task.module.draft.load_state_dict(draft.state_dict())
+    speculation = SpeculationParams(
+        num_draft_tokens=task.pair.num_draft_tokens, never_slower=False, verification="tokenwise"
+    )
+    decoder = SpeculativeDecoder.from_pretrained(config.target, str(pair), speculation)
+    found = {}
+    for name, rows, temperature in (
+        ("sampled", task.texts.heldout, config.temperature),
+        ("greedy", task.texts.heldout_greedy, 0.0),
+    ):
+        if rows is None:
+            continue
+        rows = [rows[place] for place in spread(list(range(len(rows))), config.parity_prompts)]
+        predicted, is_exact = _predicted(task, rows, greedy=temperature == 0)
+        longest = max(int(sum(row["response_mask"])) for row in rows)
+        params = replace(
+            _sampling_of(config), temperature=temperature, max_new_tokens=longest, logprobs=None, seed=config.train.seed
+        )
+        measured = _measured(decoder, rows, params)
+        low, high = difference_interval(predicted, measured)
+        found[name] = {
+            "predicted_block_efficiency": _ratio(predicted),
+            "measured_block_efficiency": _ratio(measured),
+            "difference_interval": [low, high],
+            "num_prompts": len(rows),
+        }
+        logger.info(
+            "parity, %s: %.3f tokens per target pass predicted, %.3f decoded (difference %.3f to %.3f)",
+            name,
+            _ratio(predicted),
+            _ratio(measured),
+            low,
+            high,
+        )
+        if high < 0 or (is_exact and low > 0):
+            raise ValueError(
+                f"parity: {_ratio(predicted):.3f} tokens per target pass were predicted for {pair} ({name}), and it "
+                f"decoded {_ratio(measured):.3f}; training and serving disagree, do not use this pair"
+            )
+    write_text(path, json.dumps(found, indent=1))
+
+
+def difference_interval(
+    predicted: Sequence[tuple[float, float]], measured: Sequence[tuple[float, float]], seed: int = 0
+) -> tuple[float, float]:
+    """Bootstrap interval, over prompts, of measured minus predicted tokens per target pass.
+
+    Args:
+        predicted, measured: (tokens, target passes) of each prompt, in the same order.
+        seed: of the resampling.
+    """
+    sides = np.array([measured, predicted])
+    rows = np.random.default_rng(seed).integers(len(measured), size=(RESAMPLES, len(measured)))
+    totals = sides[:, rows].sum(axis=2)
+    ratios = totals[..., 0] / totals[..., 1]
+    tail = 100 * (1 - CONFIDENCE) / 2
+    low, high = np.percentile(ratios[0] - ratios[1], [tail, 100 - tail])
+    return float(low), float(high)
+
+
+def _sampling_of(config: RunConfig) -> SamplingParams:
+    """How the responses were sampled."""
+    return SamplingParams(**read_record(config.responses)["settings"]["sampling"])
+
+
+def _predicted(task: DistillTask, rows: Rows, greedy: bool) -> tuple[list[tuple[float, float]], bool]:
+    """(tokens, target passes) of each text, and whether it is so, rather than at most so many passes."""
+    found: list[tuple[float, float]] = []
+    is_exact = True
+    for scores in task.scores(rows):
+        acceptance = scores.greedy_acceptance if greedy else scores.acceptance
+        rounds = expected_rounds(acceptance.double().numpy(), task.pair.num_draft_tokens)
+        found.append((rounds.num_tokens, rounds.count))
+        is_exact &= greedy or torch.equal(scores.alpha, scores.alpha_high)
+    return found, is_exact
+
+
+def _measured(decoder: SpeculativeDecoder, rows: Rows, params: SamplingParams) -> list[tuple[float, float]]:
+    found: list[tuple[float, float]] = []
+    for start in range(0, len(rows), BATCH_SIZE):
+        batch = rows[start : start + BATCH_SIZE]
+        prompts = [list(row["input_ids"][: list(row["response_mask"]).index(True)]) for row in batch]
+        streams = list(range(start, start + len(prompts)))
+        traces = decoder.engine.generate_ids(prompts, params, streams)[1]
+        found += [(trace.num_committed, trace.num_target_passes) for trace in traces]
+    return found
+
+
+def _ratio(of_prompts: Sequence[tuple[float, float]]) -> float:
+    tokens, passes = np.sum(of_prompts, axis=0)
+    return float(tokens / passes)

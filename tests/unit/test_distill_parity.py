@@ -1,0 +1,209 @@
+"""The finished pair accepts what was predicted for it, or the run fails."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from decode.params import SamplingParams
+from distill import parity
+from distill.config import RespondConfig, RunConfig
+from distill.module import TokenScores
+from distill.parity import difference_interval, prove_parity, why_unprovable
+from distill.responses import respond
+from distill.run import distill, prepare
+from distill.task import DistillTask
+from distill.texts import Rows
+from train.loop import FitResult
+
+Configure = Callable[..., RunConfig]
+
+
+@pytest.fixture(scope="module")
+def responses(distill_folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of more held-out prompts than the shared ones have."""
+    folder = tmp_path_factory.mktemp("responses")
+    rows = [{"prompt": f"Say {n}.", "split": "heldout" if n % 3 else "train"} for n in range(60)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return respond(respond_config(distill_folders["target"], folder, temperature=1.0))
+
+
+def respond_config(target: Path, folder: Path, **sampling: float) -> RespondConfig:
+    return RespondConfig(
+        target=str(target),
+        prompts=str(folder / "prompts.jsonl"),
+        output=str(folder / "responses"),
+        sampling=SamplingParams(max_new_tokens=48, seed=0, **sampling),
+    )
+
+
+@pytest.fixture
+def trained(configure_run: Configure, responses: Path) -> tuple[DistillTask, Path, RunConfig]:
+    """A pair that learnt something, and what is asked of its parity."""
+    config = configure_run(responses=responses, max_steps=20, learning_rate=1e-2)
+    result = distill(config)
+    proving = replace(config, parity_prompts=40)
+    return prepare(config).task, result.result, proving
+
+
+def test_a_sound_pair_passes_and_says_so(configure_run: Configure, responses: Path) -> None:
+    result: FitResult = distill(configure_run(responses=responses, max_steps=20, learning_rate=1e-2, parity_prompts=40))
+    found = json.loads((result.result.parent / "parity.json").read_text())
+    assert set(found) == {"sampled", "greedy"}
+    for kind in found.values():
+        low, high = kind["difference_interval"]
+        difference = kind["measured_block_efficiency"] - kind["predicted_block_efficiency"]
+        assert low < 0 < high
+        assert low < difference < high
+        assert kind["num_prompts"] == 40
+    assert found["sampled"]["predicted_block_efficiency"] > 1.2
+    # of all held-out texts, whose draft was not yet rounded to the target's dtype
+    evaluated = result.metrics["eval/block_efficiency"]
+    assert found["sampled"]["predicted_block_efficiency"] == pytest.approx(evaluated, rel=1e-4)
+    evaluated = result.metrics["eval/greedy_block_efficiency"]
+    assert found["greedy"]["predicted_block_efficiency"] == pytest.approx(evaluated, rel=1e-4)
+
+
+def test_greedy_decoding_accepts_exactly_what_was_predicted(trained: tuple[DistillTask, Path, RunConfig]) -> None:
+    """Nothing is left to chance: the texts are those that will be decoded."""
+    prove_parity(*trained)
+    found = json.loads((trained[1].parent / "parity.json").read_text())["greedy"]
+    assert found["measured_block_efficiency"] == pytest.approx(found["predicted_block_efficiency"], rel=1e-9)
+
+
+@pytest.mark.parametrize("change", [0.2, -0.2])
+@pytest.mark.parametrize("name", ["acceptance", "greedy_acceptance"])
+def test_another_acceptance_than_predicted_fails(
+    name: str, change: float, trained: tuple[DistillTask, Path, RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scores_of = DistillTask.scores
+
+    def off(self: DistillTask, rows: Rows) -> list[TokenScores]:
+        return [
+            replace(each, **{name: (getattr(each, name) + change).clamp(0, 1)})  # type: ignore[arg-type]
+            for each in scores_of(self, rows)
+        ]
+
+    task, pair, config = trained
+    with monkeypatch.context() as patch:
+        patch.setattr(DistillTask, "scores", off)
+        with pytest.raises(ValueError, match=r"^parity: \d.\d+ tokens per target pass were predicted for .*, and it "):
+            prove_parity(task, pair, config)
+    assert not (pair.parent / "parity.json").exists()
+    prove_parity(task, pair, config)  # the control
+    assert (pair.parent / "parity.json").is_file()
+
+
+def test_a_decoder_that_drafts_something_else_fails(
+    trained: tuple[DistillTask, Path, RunConfig], distill_folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as one with another draft than the pair's."""
+    task, pair, config = trained
+    decoder_of = parity.SpeculativeDecoder.from_pretrained
+    untrained = str(distill_folders["reduced"])
+    monkeypatch.setattr(
+        parity.SpeculativeDecoder, "from_pretrained", lambda target, _, *more: decoder_of(target, untrained, *more)
+    )
+    with pytest.raises(ValueError, match=r"training and serving disagree, do not use this pair$"):
+        prove_parity(task, pair, config)
+
+
+def test_a_run_whose_parity_fails_fails_again(
+    configure_run: Configure, responses: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configure_run(responses=responses, max_steps=2, parity_prompts=8)
+    with monkeypatch.context() as patch:
+        patch.setattr(parity, "difference_interval", lambda *_: (0.1, 0.2))
+        for _ in range(2):
+            with pytest.raises(ValueError, match="^parity: "):
+                distill(config)
+    proofs: list[Path] = []
+    monkeypatch.setattr(
+        "distill.run.prove_parity", lambda task, pair, _: proofs.append(prove_parity(task, pair, config))
+    )
+    distill(config)
+    file = Path(config.train.output) / "parity.json"
+    written = file.stat().st_mtime_ns
+    distill(config)
+    assert len(proofs) == 2
+    assert file.stat().st_mtime_ns == written  # it was proved already
+
+
+def test_a_signal_of_few_tokens_promises_at_least_so_much(
+    trained: tuple[DistillTask, Path, RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task, pair, config = trained
+    scores_of = DistillTask.scores
+
+    def bounded(self: DistillTask, rows: Rows) -> list[TokenScores]:
+        return [
+            replace(each, acceptance=each.acceptance * factor, alpha_high=each.alpha + 0.1)
+            for each in scores_of(self, rows)
+        ]
+
+    monkeypatch.setattr(DistillTask, "scores", bounded)
+    factor = 0.5
+    prove_parity(task, pair, config)
+    low, _ = json.loads((pair.parent / "parity.json").read_text())["sampled"]["difference_interval"]
+    assert low > 0
+    (pair.parent / "parity.json").unlink()
+    factor = 2.0
+    with pytest.raises(ValueError, match=r"^parity: .* \(sampled\)"):
+        prove_parity(task, pair, config)
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0.5}, {"temperature": 1.0, "top_p": 0.9}])
+def test_texts_sampled_otherwise_prove_nothing(
+    sampling: dict[str, float],
+    distill_folders: dict[str, Path],
+    responses: Path,
+    configure_run: Configure,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    shutil.copy(responses.parent / "prompts.jsonl", tmp_path)
+    others = respond(respond_config(distill_folders["target"], tmp_path, **sampling))
+    config = configure_run(responses=others, max_steps=1, parity_prompts=8)
+    result = distill(config)
+    reason = f"{others} was not sampled at temperature 1.0 and nothing else"
+    assert f"parity is not proved: {reason}" in caplog.messages
+    assert not (result.result.parent / "parity.json").exists()
+    assert why_unprovable(prepare(config).task, config) == reason
+    config = configure_run(responses=responses, max_steps=1, parity_prompts=8, output=str(tmp_path / "other"))
+    assert why_unprovable(prepare(config).task, config) is None
+
+
+# --- the interval -----------------------------------------------------------------------------------------
+
+
+def test_the_interval_of_two_prompts_by_hand() -> None:
+    """Drawn anew, two prompts are the first twice, the second twice, or both: 1/4, 1/4 and 1/2 of the time."""
+    predicted = [(10.0, 5.0), (30.0, 10.0)]  # 2, 3, and 40 / 15 of both
+    measured = [(12.0, 4.0), (20.0, 10.0)]  # 3, 2, and 32 / 14
+    low, high = difference_interval(predicted, measured)
+    assert (low, high) == pytest.approx((2 - 3, 3 - 2))
+    # and of one prompt there is but one difference
+    assert difference_interval(predicted[:1], measured[:1]) == pytest.approx((1.0, 1.0))
+
+
+def test_the_interval_is_of_ratios_of_sums_and_paired() -> None:
+    """Prompts that differ much from each other and little between the two sides: resampled together, they cancel."""
+    generator = np.random.default_rng(0)
+    passes = generator.integers(5, 50, 100).astype(float)
+    tokens = passes * generator.uniform(1, 4, 100)
+    predicted = list(zip(tokens, passes, strict=True))
+    measured = list(zip(tokens * (1 + 0.01 * generator.standard_normal(100)), passes, strict=True))
+    low, high = difference_interval(predicted, measured)
+    assert low < 0 < high
+    assert high - low < 0.05
+    # a normal approximation: the difference of the sums, over the passes
+    differences = np.array([m[0] - p[0] for m, p in zip(measured, predicted, strict=True)])
+    error = differences.std() * 10 / passes.sum()
+    assert high - low == pytest.approx(2 * 3.29 * error, rel=0.2)
+    assert difference_interval(predicted, measured) == (low, high)
+    assert difference_interval(predicted, measured, seed=1) != (low, high)
