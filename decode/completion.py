@@ -103,6 +103,8 @@ class Completion:
 
     @property
     def text(self) -> str:
+        if self.detokenizer and not self._pieces and not self.stop_strings:
+            return self.detokenizer.decode(self.ids)  # all at once, where nobody wanted pieces
         self._detokenize()
         return self._text
 
@@ -184,13 +186,13 @@ class Detokenizer:
     def _settle(self, count: int, text: str | None = None) -> str:
         """Make the text of the first pending tokens certain, and return what it adds."""
         settled, pending = self.pending[:count], self.pending[count:]
-        text = self._decode(self.known + settled) if text is None else text
+        text = self.decode(self.known + settled) if text is None else text
         new = text[len(self.shown) :]
         if text:  # a first token that is only a space may leave none to lean on
             self.known, self.pending, self.shown = self.known + settled, pending, text
             if len(self.known) > 2 * MAX_INCOMPLETE_TOKENS:
                 self.known = self.known[-MAX_INCOMPLETE_TOKENS:]
-                self.shown = self._decode(self.known)
+                self.shown = self.decode(self.known)
         return new
 
     def flush(self) -> str:
@@ -200,9 +202,10 @@ class Detokenizer:
         return new
 
     def _decoded(self) -> str:
-        return self._decode(self.known + self.pending)
+        return self.decode(self.known + self.pending)
 
-    def _decode(self, ids: list[int]) -> str:
+    def decode(self, ids: list[int]) -> str:
+        """The text of tokens that nothing precedes, special ones left out."""
         text = self.tokenizer.decode(ids, skip_special_tokens=True)
         assert isinstance(text, str)
         return text

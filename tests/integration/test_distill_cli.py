@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 import yaml
 from transformers import AutoModelForCausalLM
@@ -41,7 +40,7 @@ def target(tiny_model_folder: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def made(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with prompts.jsonl, responses/, pair/ and run/, made by the three commands in turn."""
+    """A folder with prompts.jsonl, responses/, cache/, pair/ and run/, made by the four commands in turn."""
     folder = tmp_path_factory.mktemp("distilled")
     rows = [{"prompt": f"Say {n}.", "split": "heldout" if n % 3 == 0 else "train"} for n in range(48)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -50,15 +49,16 @@ def made(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "prompts": str(folder / "prompts.jsonl"),
         "output": "overridden",
         "sampling": SAMPLING,
-        "keep_hidden_states": True,
     }
     (folder / "respond.yaml").write_text(yaml.safe_dump(recipe))
     responses = str(folder / "responses")
     assert main(["respond", "--config", str(folder / "respond.yaml"), "--output", responses]) == 0
+    cache = ["cache", "--responses", responses, "--output", str(folder / "cache")]
+    assert main([*cache, "--kind", "hidden_states"]) == 0
     build = ["build", "--target", str(target), "--output", str(folder / "pair"), "--layers", "[0, 2]"]
     assert main([*build, "--responses", responses, "--vocab_size", "120"]) == 0
     train = {"output": str(folder / "run"), "max_steps": 20, "batch_size": 8, "learning_rate": 1e-2}
-    recipe = {"pair": str(folder / "pair"), "responses": responses, "teacher": "hidden_states", "train": train}
+    recipe = {"pair": str(folder / "pair"), "responses": str(folder / "cache"), "teacher": "cached", "train": train}
     (folder / "run.yaml").write_text(yaml.safe_dump(recipe))
     assert main(["run", "--config", str(folder / "run.yaml"), "--train.max_steps", "30"]) == 0
     return folder
@@ -85,6 +85,7 @@ def last_metrics(run: Path) -> dict[str, float]:
 
 def test_respond_build_and_run_leave_a_pair(made: Path, target: Path) -> None:
     assert sorted(path.name for path in made.iterdir()) == [
+        "cache",
         "pair",
         "prompts.jsonl",
         "respond.yaml",
@@ -98,6 +99,9 @@ def test_respond_build_and_run_leave_a_pair(made: Path, target: Path) -> None:
     draft = AutoModelForCausalLM.from_pretrained(trained_pair(made) / "draft")
     assert draft.config.num_hidden_layers == 2
     assert last_metrics(made / "run")["step"] == 30
+    # what was measured before the first step, and what was proved after the last
+    assert json.loads((made / "run" / "costs.json").read_text())["draft_step"] > 0
+    assert set(json.loads((made / "run" / "parity.json").read_text())) == {"sampled", "greedy"}
 
 
 def test_what_training_predicts_is_what_decoding_finds(made: Path, tmp_path: Path) -> None:
@@ -124,6 +128,7 @@ def test_a_second_time_there_is_nothing_to_do(made: Path, target: Path, capsys: 
     build = ["--target", str(target), "--output", str(made / "pair"), "--layers", "[0, 2]", "--vocab_size", "120"]
     for arguments in (
         ["respond", "--config", str(made / "respond.yaml"), "--output", str(made / "responses")],
+        ["cache", "--responses", str(made / "responses"), "--output", str(made / "cache"), "--kind", "hidden_states"],
         ["build", *build, "--responses", str(made / "responses")],
         ["run", "--config", str(made / "run.yaml"), "--train.max_steps", "30"],
     ):
@@ -152,12 +157,11 @@ def work(made: Path, target: Path, tmp_path: Path) -> Path:
     (tmp_path / "occupied").mkdir()
     (tmp_path / "occupied" / "thesis.tex").write_text("years of work")
     (tmp_path / "occupied-run" / "checkpoints").mkdir(parents=True)
-    # responses without states, and a pair whose draft has two tokens the other way round
-    shutil.copytree(made / "responses", tmp_path / "stateless")
-    for split in ("train", "heldout"):
-        shutil.rmtree(tmp_path / "stateless" / split)
-        rows = datasets.load_from_disk(str(made / "responses" / split))
-        rows.remove_columns(["hidden_states", "log_normalizers"]).save_to_disk(str(tmp_path / "stateless" / split))
+    # data that teaches nothing, and a pair whose draft has two tokens the other way round
+    masked = {"input_ids": [1, 50, 51, 2], "response_mask": [False] * 4}
+    (tmp_path / "masked.jsonl").write_text(50 * (json.dumps(masked) + "\n"))
+    (tmp_path / "malformed-data.jsonl").write_text('{"text": "Hi."}\n{"txt": "Hi."}\n')
+    (tmp_path / "one-row.jsonl").write_text('{"text": "Hi."}\n')
     shutil.copytree(made / "pair", tmp_path / "other-tokenizer")
     file = tmp_path / "other-tokenizer" / "draft" / "tokenizer.json"
     tokenizer = json.loads(file.read_text())
@@ -204,7 +208,7 @@ REFUSALS = {
     "respond, impossible sampling": (f"{RESPOND} service --sampling.top_p 2", "top_p is 2.0: use a number above 0"),
     "respond, occupied output": (
         "respond --target {}/target --prompts service --output {}/occupied",
-        "output {}/occupied: exists and holds no responses; give another folder",
+        "output {}/occupied: exists and holds no respond.json; give another folder",
     ),
     "respond, other settings": (
         "respond --config {}/made/respond.yaml --output {}/made/responses --samples_per_prompt 2",
@@ -220,6 +224,34 @@ REFUSALS = {
     "build, unknown key in YAML": (
         "build --config {}/build.yaml",
         "unknown key layer; the nearest known one is layers",
+    ),
+    "build, of two things": (
+        f"{BUILD} --layers 2 --draft {{}}/target",
+        "draft: a draft is made of one thing, and layers is given; leave out one",
+    ),
+    "build, fresh of no layers": (
+        f"{BUILD} --fresh.num_layers 0 --fresh.hidden_size 8",
+        "fresh.num_layers: 0 is not possible; give 1 or more",
+    ),
+    "cache, no such responses": (
+        "cache --responses {}/nowhere --output {}/out",
+        "responses {}/nowhere: respond.json is missing or damaged",
+    ),
+    "cache, impossible value": (
+        "cache --responses {}/made/responses --output {}/out --top_k 0",
+        "top_k: 0 is not possible; give 1 or more",
+    ),
+    "cache, wrong type": (
+        "cache --responses {}/made/responses --output {}/out --kind logits",
+        "kind: expected Literal['top_k', 'hidden_states'], got logits",
+    ),
+    "cache, other settings": (
+        "cache --responses {}/made/responses --output {}/made/cache --kind top_k",
+        "kind: 'top_k' differs from 'hidden_states', with which {}/made/cache was begun",
+    ),
+    "estimate, no such pair": (
+        "estimate --pair {}/nowhere --responses {}/made/responses --train.output {}/out",
+        "pair {}/nowhere: there is no such folder",
     ),
     "build, unknown option": (f"{BUILD} --lyers 2", "unknown key lyers; the nearest known one is layers"),
     "build, vocab_size without responses": (
@@ -248,11 +280,48 @@ REFUSALS = {
     ),
     "run, no such responses": (
         "run --pair {}/made/pair --responses {}/nowhere --train.output {}/out",
-        "responses {}/nowhere: holds no train/; give a folder that `spec-distill respond` finished",
+        "data: {}/nowhere does not exist here, and the hub did not provide it: ",
     ),
-    "run, no hidden states": (
-        "run --pair {}/made/pair --responses {}/stateless --teacher hidden_states --train.output {}/out",
-        "teacher: responses {}/stateless keep no hidden states; make them with `spec-distill respond",
+    "run, no signal": (
+        f"{RUN} --teacher cached",
+        "teacher: responses {}/made/responses keep no signal; make it with `spec-distill cache`",
+    ),
+    "run, malformed data": (
+        "run --pair {}/made/pair --responses {}/malformed-data.jsonl --train.output {}/out",
+        "malformed-data.jsonl, line 2: a row needs ",
+    ),
+    "run, one row": (
+        "run --pair {}/made/pair --responses {}/one-row.jsonl --train.output {}/out",
+        "one-row.jsonl: one row cannot be learnt from and held out; give more",
+    ),
+    "run, branches of a kept signal": (
+        f"{RUN} --teacher cached --branches.share 0.5",
+        "branches.share: no signal is kept for what the draft will say; use teacher online",
+    ),
+    "run, packed branches": (
+        f"{RUN} --packing_length 64 --branches.share 0.5",
+        "packing_length: branches need texts of their own; use null",
+    ),
+    "run, too short to pack": (f"{RUN} --packing_length 16", "packing_length: 16 is not possible; a text has "),
+    "run, no such loss": (
+        f'{RUN} --objective.stages [{{"losses":{{"kl":1.0}}}}]',
+        "losses: there is no 'kl'; choose from forward_kl, reverse_kl, ",
+    ),
+    "run, a loss of branches": (
+        f'{RUN} --objective.stages [{{"losses":{{"block_efficiency":1.0}}}}]',
+        "losses: block_efficiency is of branches; set branches.share to 1, or add another loss",
+    ),
+    "run, selected without reference": (
+        f"{RUN} --objective.selected_fraction 0.5",
+        "reference: selected_fraction compares with a draft trained before; name its pair",
+    ),
+    "run, impossible limit": (
+        f"{RUN} --data_limits.min_coverage 2",
+        "min_coverage: 2.0 is not possible; give a share from 0 to 1",
+    ),
+    "run, a folder of something else": (
+        "run --pair {}/made/pair --responses {}/made/responses --train.output {}/occupied-run",
+        "output: {}/occupied-run holds files of something else; give another folder",
     ),
     "run, no such target": (f"{RUN} --target {{}}/nowhere", "target {}/nowhere: there is no such model folder"),
     "run, another tokenizer": (
@@ -266,7 +335,7 @@ REFUSALS = {
     "run, unknown option": (f"{RUN} --train.lr 1", "unknown key train.lr; the nearest known one is train."),
     "run, wrong type": (
         f"{RUN} --teacher offline",
-        "teacher: expected Literal['online', 'hidden_states'], got offline",
+        "teacher: expected Literal['online', 'cached'], got offline",
     ),
     "run, impossible value": (f"{RUN} --temperature 0", "temperature: 0.0 is not possible; give a number above 0"),
     "run, no output": ("run --pair {}/made/pair --responses {}/made/responses", "run.train.output"),
@@ -301,10 +370,10 @@ def test_a_mistake_is_one_line_and_nothing_is_written(
         ("respond --target {}/target --prompts {}/long.txt --output {}/out", "prompt {}/long.txt:2: 5"),
         (f"{BUILD} --layers 2 --vocab_size 2 --responses {{}}/made/responses", "vocab_size: 2 has no room for the 3 "),
         (
-            "run --pair {}/made/pair --responses {}/made/responses --train.output {}/occupied-run",
-            "output: {}/occupied-",
+            "run --pair {}/made/pair --responses {}/masked.jsonl --train.output {}/out --measure_speed false",
+            "responses: 48 of 48 rows have no response token to learn, the first is row 1; mind response_mask",
         ),
-        (f"{RUN} --train.trackers [nonesuch]", "trackers: 'nonesuch' is not available"),
+        (f"{RUN} --measure_speed false --train.trackers [nonesuch]", "trackers: 'nonesuch' is not available"),
     ],
 )
 def test_what_shows_once_the_models_are_loaded_is_one_more_line(
@@ -315,7 +384,7 @@ def test_what_shows_once_the_models_are_loaded_is_one_more_line(
     *logged, last = capsys.readouterr().err.splitlines()
     assert last.startswith("spec-distill: error: ")
     assert message.replace("{}", str(work)) in last
-    assert all(line.startswith(("target ", "draft ")) for line in logged)
+    assert all(line.startswith(("target ", "draft ", "responses: ")) for line in logged)
     assert (files(work), files(made)) == before
 
 
@@ -335,19 +404,33 @@ def test_an_unmarked_set_is_measured_on_what_was_held_out(made: Path, target: Pa
     assert [len(timing["ratios"]) for timing in json.loads(output.read_text())["timings"]] == [8, 8]
 
 
-def test_responses_of_another_target_are_refused(
+def test_what_is_left_of_another_target_is_refused(
     made: Path, tiny_model_folder: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Text teaches, whoever wrote it; but a teacher's signal is of one teacher, and figures are of its own text."""
     other, responses = tiny_model_folder(num_layers=2, hidden_size=16), str(made / "responses")
-    build = ["build", "--target", str(other), "--layers", "1", "--output", str(tmp_path / "pair")]
-    assert main([*build, "--vocab_size", "50", "--responses", responses]) == 2
-    assert f"responses {responses}: made for target" in capsys.readouterr().err
-    assert not (tmp_path / "pair").exists()
-    assert main(build) == 0
-    evaluate = ["evaluate", "--pair", str(tmp_path / "pair"), "--prompts", str(made / "prompts.jsonl")]
+    pair = str(tmp_path / "pair")
+    build = ["build", "--target", str(other), "--layers", "1", "--output", pair, "--vocab_size", "200"]
+    assert main([*build, "--responses", responses]) == 0
+    run = ["run", "--pair", pair, "--train.output", str(tmp_path / "run"), "--train.max_steps", "1"]
+    assert main([*run, "--responses", str(made / "cache"), "--teacher", "cached"]) == 2
+    assert f"teacher's signal in {made / 'cache'}: made for target" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+    assert main([*run, "--responses", responses]) == 0
+    assert f"parity is not proved: {responses} is text of another target" in capsys.readouterr().err
+    evaluate = ["evaluate", "--pair", pair, "--prompts", str(made / "prompts.jsonl")]
     options = [f"--sampling.{name}={value}" for name, value in SAMPLING.items()]
     assert decode.cli.main([*evaluate, *options, "--responses", responses]) == 2
     assert f"responses {responses}: made for target" in capsys.readouterr().err
+
+
+def test_an_estimate_is_printed_and_nothing_written(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = {path: at for path, at in files(made).items() if path.is_file()}
+    assert main(["estimate", "--config", str(made / "run.yaml"), "--train.max_steps", "2000"]) == 0
+    out, _ = capsys.readouterr()
+    assert "2,000" in out
+    assert "minutes" in out
+    assert {path: at for path, at in files(made).items() if path.is_file()} == before
 
 
 def test_figures_for_another_target_are_not_the_pair_s(

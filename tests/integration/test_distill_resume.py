@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ from safetensors.torch import load_file
 
 from decode.params import SamplingParams
 from distill.build import build
-from distill.config import BuildConfig, RespondConfig, RunConfig
-from distill.responses import load_responses, respond
-from distill.run import DistillModule, distill
+from distill.config import BranchesConfig, BuildConfig, ObjectiveConfig, RespondConfig, RunConfig, Stage
+from distill.module import DistillModule
+from distill.responses import SPLITS, load_responses, respond
+from distill.run import distill
 from train.config import TrainConfig
 from train.folder import RunFolder
 from train.loop import StepOutput
@@ -75,7 +77,6 @@ def respond_config(target: Path, prompts: Path, output: Path) -> RespondConfig:
         output=str(output),
         sampling=SamplingParams(temperature=1.0, max_new_tokens=40, seed=0),
         batch_size=2,
-        keep_hidden_states=True,
     )
 
 
@@ -95,7 +96,7 @@ def test_killed_responding_it_goes_on(whole: Path, target: Path, prompts: Path, 
     config = respond_config(target, prompts, output)
     command = ["respond", "--target", target, "--prompts", prompts, "--output", output]
     command += ["--sampling.temperature", 1.0, "--sampling.max_new_tokens", config.sampling.max_new_tokens]
-    command += ["--batch_size", config.batch_size, "--keep_hidden_states", "true"]
+    command += ["--batch_size", config.batch_size]
     first = parts / f"{0:08d}"
     kill_once_there(first.exists, start(*command))
     assert not output.exists()
@@ -109,26 +110,40 @@ def test_killed_responding_it_goes_on(whole: Path, target: Path, prompts: Path, 
         time.sleep(0.01)
     finish(resumed)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["responses"]
-    for split in ("train", "heldout"):
+    for split in SPLITS:
         ours, theirs = (list(load_responses(str(folder), split)) for folder in (output, whole / "responses"))
         assert ours == theirs
 
 
-def run_config(whole: Path, output: Path, **train: Any) -> RunConfig:
+STAGES = (
+    Stage(losses={"forward_kl": 1.0}, share=0.2),
+    Stage(losses={"lk": 1.0, "cross_entropy": 0.1}, plateau_evals=1),
+    Stage(losses={"tv": 1.0}),
+)
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "forward KL": {},
+    "stages and branches": {
+        "objective": ObjectiveConfig(stages=STAGES),
+        "branches": BranchesConfig(share=0.5, per_text=4),
+    },
+}
+
+
+def run_config(whole: Path, output: Path, objective: str = "forward KL", **train: Any) -> RunConfig:
     values = {"batch_size": 6, "max_steps": 60, "learning_rate": 1e-2, "checkpoint_every_steps": 3, "seed": 3}
     return RunConfig(
         pair=str(whole / "pair"),
         responses=str(whole / "responses"),
         chunk_size=50,
         train_embeddings=True,
+        measure_speed=False,
+        **OBJECTIVES[objective],
         train=TrainConfig(output=str(output), **values | {"log_every_steps": 5, "eval_every_steps": 20} | train),
     )
 
 
 def write_yaml(config: RunConfig, path: Path) -> Path:
-    fields = {name: value for name, value in vars(config).items() if name != "train"}
-    train = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(config.train).items()}
-    path.write_text(yaml.safe_dump(fields | {"train": train}))
+    path.write_text(yaml.safe_dump(json.loads(json.dumps(asdict(config)))))
     return path
 
 
@@ -146,8 +161,9 @@ def metric_lines(config: RunConfig) -> list[dict[str, float]]:
     return [{key: value for key, value in line.items() if key not in timing} for line in lines]
 
 
-def test_killed_training_it_goes_on(whole: Path, tmp_path: Path) -> None:
-    config, uninterrupted = run_config(whole, tmp_path / "parts"), run_config(whole, tmp_path / "whole")
+@pytest.mark.parametrize("objective", list(OBJECTIVES))
+def test_killed_training_it_goes_on(objective: str, whole: Path, tmp_path: Path) -> None:
+    config, uninterrupted = (run_config(whole, tmp_path / name, objective) for name in ("parts", "whole"))
     file = write_yaml(config, tmp_path / "run.yaml")
     run = folder_of(config)
     kill_once_there((run.checkpoints / "step-000003").exists, start("run", "--config", file))
@@ -161,7 +177,7 @@ def test_killed_training_it_goes_on(whole: Path, tmp_path: Path) -> None:
     assert metric_lines(config) == metric_lines(uninterrupted)
     assert sorted(path.name for path in run.result.iterdir()) == ["draft", "draft_vocab.safetensors", "pair.json"]
     # the control: the weights move to the end, so that an early stop or another order of the data would show
-    distill(other := run_config(whole, tmp_path / "other", seed=4))
+    distill(other := run_config(whole, tmp_path / "other", objective, seed=4))
     assert not all(torch.equal(weights(other)[name], theirs[name]) for name in ours)
 
 

@@ -11,13 +11,15 @@ import pytest
 
 from decode.params import SamplingParams
 from distill import parity
-from distill.config import RespondConfig, RunConfig
+from distill.cache import cache
+from distill.config import CacheConfig, RespondConfig, RunConfig
 from distill.module import TokenScores
-from distill.parity import difference_interval, prove_parity, why_unprovable
+from distill.parity import difference_interval, prove_parity, why_unprovable, widening
 from distill.responses import respond
 from distill.run import distill, prepare
 from distill.task import DistillTask
 from distill.texts import Rows
+from train.config import TrainConfig
 from train.loop import FitResult
 
 Configure = Callable[..., RunConfig]
@@ -41,24 +43,34 @@ def respond_config(target: Path, folder: Path, **sampling: float) -> RespondConf
     )
 
 
+@pytest.fixture(scope="module")
+def run(
+    distill_folders: dict[str, Path], responses: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[FitResult, DistillTask, RunConfig]:
+    """One that passed, and what it was of."""
+    train = TrainConfig(
+        output=str(tmp_path_factory.mktemp("run") / "run"), max_steps=20, batch_size=8, learning_rate=1e-2
+    )
+    config = RunConfig(pair=str(distill_folders["reduced"]), responses=str(responses), measure_speed=False, train=train)
+    return distill(config), prepare(config).task, config
+
+
 @pytest.fixture
-def trained(configure_run: Configure, responses: Path) -> tuple[DistillTask, Path, RunConfig]:
-    """A pair that learnt something, and what is asked of its parity."""
-    config = configure_run(responses=responses, max_steps=20, learning_rate=1e-2)
-    result = distill(config)
-    proving = replace(config, parity_prompts=40)
-    return prepare(config).task, result.result, proving
+def trained(run: tuple[FitResult, DistillTask, RunConfig], tmp_path: Path) -> tuple[DistillTask, Path, RunConfig]:
+    """A pair that learnt something, and what its parity is proved with; not proved yet."""
+    shutil.copytree(run[0].result, tmp_path / "trained" / "pair")
+    return run[1], tmp_path / "trained" / "pair", run[2]
 
 
-def test_a_sound_pair_passes_and_says_so(configure_run: Configure, responses: Path) -> None:
-    result: FitResult = distill(configure_run(responses=responses, max_steps=20, learning_rate=1e-2, parity_prompts=40))
+def test_a_sound_pair_passes_and_says_so(run: tuple[FitResult, DistillTask, RunConfig]) -> None:
+    result = run[0]
     found = json.loads((result.result.parent / "parity.json").read_text())
     assert set(found) == {"sampled", "greedy"}
     for kind in found.values():
         low, high = kind["difference_interval"]
         difference = kind["measured_block_efficiency"] - kind["predicted_block_efficiency"]
-        assert low < 0 < high
-        assert low < difference < high
+        assert low <= 0 <= high
+        assert low <= difference <= high
         assert kind["num_prompts"] == 40
     assert found["sampled"]["predicted_block_efficiency"] > 1.2
     # of all held-out texts, whose draft was not yet rounded to the target's dtype
@@ -119,7 +131,7 @@ def test_a_run_whose_parity_fails_fails_again(
     with monkeypatch.context() as patch:
         patch.setattr(parity, "difference_interval", lambda *_: (0.1, 0.2))
         for _ in range(2):
-            with pytest.raises(ValueError, match="^parity: "):
+            with pytest.raises(ValueError, match=r"^parity: "):
                 distill(config)
     proofs: list[Path] = []
     monkeypatch.setattr(
@@ -133,27 +145,22 @@ def test_a_run_whose_parity_fails_fails_again(
     assert file.stat().st_mtime_ns == written  # it was proved already
 
 
-def test_a_signal_of_few_tokens_promises_at_least_so_much(
-    trained: tuple[DistillTask, Path, RunConfig], monkeypatch: pytest.MonkeyPatch
+def test_a_kept_signal_of_few_tokens_promises_the_same(
+    trained: tuple[DistillTask, Path, RunConfig], responses: Path, tmp_path: Path
 ) -> None:
+    """alpha is an interval then, but what decoding accepts depends on the texts' own tokens alone."""
     task, pair, config = trained
-    scores_of = DistillTask.scores
-
-    def bounded(self: DistillTask, rows: Rows) -> list[TokenScores]:
-        return [
-            replace(each, acceptance=each.acceptance * factor, alpha_high=each.alpha + 0.1)
-            for each in scores_of(self, rows)
-        ]
-
-    monkeypatch.setattr(DistillTask, "scores", bounded)
-    factor = 0.5
-    prove_parity(task, pair, config)
-    low, _ = json.loads((pair.parent / "parity.json").read_text())["sampled"]["difference_interval"]
-    assert low > 0
-    (pair.parent / "parity.json").unlink()
-    factor = 2.0
-    with pytest.raises(ValueError, match=r"^parity: .* \(sampled\)"):
-        prove_parity(task, pair, config)
+    folder = cache(CacheConfig(responses=str(responses), output=str(tmp_path / "cache"), top_k=2))
+    config = replace(config, responses=str(folder), teacher="cached")
+    config = replace(config, train=replace(config.train, output=str(tmp_path / "other")))
+    kept = prepare(config).task
+    kept.module.draft.load_state_dict(task.module.draft.state_dict())
+    figures, exact = kept.evaluate(kept.module), task.evaluate(task.module)
+    assert figures["alpha"] < exact["alpha"] - 0.01 < exact["alpha"] + 0.01 < figures["alpha_high"]
+    for name in ("block_efficiency", "beta_1", "greedy_block_efficiency"):
+        assert figures[name] == pytest.approx(exact[name], rel=1e-4)
+    assert why_unprovable(kept, config) is None
+    prove_parity(kept, pair, config)
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0.5}, {"temperature": 1.0, "top_p": 0.9}])
@@ -185,10 +192,26 @@ def test_the_interval_of_two_prompts_by_hand() -> None:
     """Drawn anew, two prompts are the first twice, the second twice, or both: 1/4, 1/4 and 1/2 of the time."""
     predicted = [(10.0, 5.0), (30.0, 10.0)]  # 2, 3, and 40 / 15 of both
     measured = [(12.0, 4.0), (20.0, 10.0)]  # 3, 2, and 32 / 14
-    low, high = difference_interval(predicted, measured)
-    assert (low, high) == pytest.approx((2 - 3, 3 - 2))
-    # and of one prompt there is but one difference
-    assert difference_interval(predicted[:1], measured[:1]) == pytest.approx((1.0, 1.0))
+    both = 32 / 14 - 40 / 15
+    expected = (both + widening(2) * (-1 - both), both + widening(2) * (1 - both))
+    assert difference_interval(predicted, measured) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("count", "quantile"), [(6, 6.869), (11, 4.587), (21, 3.850), (41, 3.551), (10**6, 3.2905)])
+def test_it_is_widened_by_students_quantile(count: int, quantile: float) -> None:
+    """Those of 0.9995, from a table."""
+    assert widening(count) == pytest.approx(quantile / 3.2905 * (count / (count - 1)) ** 0.5, rel=0.03)
+
+
+def test_a_sound_pair_of_few_prompts_fails_once_in_a_thousand_times() -> None:
+    generator, failed = np.random.default_rng(0), 0
+    for seed in range(150):
+        passes = generator.uniform(20, 35, 8)
+        predicted = [(48.0, float(number)) for number in passes + generator.normal(0, 1.5, 8)]
+        measured = [(48.0, float(number)) for number in passes + generator.normal(0, 3, 8)]
+        low, high = difference_interval(predicted, measured, seed)
+        failed += not low <= 0 <= high
+    assert failed <= 2  # the percentiles alone fail five times
 
 
 def test_the_interval_is_of_ratios_of_sums_and_paired() -> None:
@@ -200,10 +223,10 @@ def test_the_interval_is_of_ratios_of_sums_and_paired() -> None:
     measured = list(zip(tokens * (1 + 0.01 * generator.standard_normal(100)), passes, strict=True))
     low, high = difference_interval(predicted, measured)
     assert low < 0 < high
-    assert high - low < 0.05
+    assert high - low < 0.1
     # a normal approximation: the difference of the sums, over the passes
     differences = np.array([m[0] - p[0] for m, p in zip(measured, predicted, strict=True)])
     error = differences.std() * 10 / passes.sum()
-    assert high - low == pytest.approx(2 * 3.29 * error, rel=0.2)
+    assert high - low == pytest.approx(2 * 3.39 * error, rel=0.2)
     assert difference_interval(predicted, measured) == (low, high)
     assert difference_interval(predicted, measured, seed=1) != (low, high)
