@@ -122,7 +122,7 @@ def with_tail(
 
 def _finite(log_probabilities: Tensor) -> Tensor:
     """So that nothing times the logarithm of nothing is nothing, in gradients too; what is only tiny stays as it is."""
-    return log_probabilities.masked_fill(log_probabilities == -torch.inf, LOG_ZERO)
+    return torch.nan_to_num(log_probabilities, nan=torch.nan, posinf=torch.inf, neginf=LOG_ZERO)
 
 
 def sum_over_chunks(

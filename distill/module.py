@@ -141,12 +141,12 @@ class DistillModule(nn.Module):
             of_chunk = None if weights is None else weights[tokens]
             return self._loss(logits, signal.at(tokens), own[tokens], of_chunk)
 
-        loss_sum, metrics = sum_over_chunks(chunk_loss, hidden, self._head_rows(), self.config.chunk_size)
+        loss_sum, alpha = sum_over_chunks(chunk_loss, hidden, self._head_rows(), self.config.chunk_size)
         if weight := self.config.objective.alignment_weight:
             assert signal.hidden is not None
             similarity = nn.functional.cosine_similarity(hidden.float(), signal.hidden.float(), dim=-1)
             loss_sum = loss_sum + weight * (1 - similarity).sum()
-        return _output(loss_sum, batch["predicts"].sum(), metrics)
+        return StepOutput(loss_sum, batch["predicts"].sum(), {"alpha": alpha})
 
     def _loss_of_chunk(
         self, logits: Tensor, signal: Signal, own: Tensor, weights: Tensor | None
@@ -154,7 +154,7 @@ class DistillModule(nn.Module):
         log_q_of_all = self._log_q(logits)
         log_p, log_q = self._compared(signal, log_q_of_all)
         losses = self.objective(log_p, log_q, log_q_of_all, own)
-        return (losses if weights is None else weights * losses).sum(), self._metrics(log_p, log_q)
+        return (losses if weights is None else weights * losses).sum(), acceptance(log_p, log_q.detach()).sum()
 
     def _on_branches(self, batch: Batch) -> StepOutput:
         """Positions count by the probability that they are reached, and more where they are rejected if so wished."""
@@ -189,11 +189,11 @@ class DistillModule(nn.Module):
                 # as many times as a branch has positions on average, to be of the size of the others
                 counts = weights.view(-1, gamma).sum(dim=1)
                 loss = loss + weight * (counts * block_efficiency(alphas.view(-1, gamma))).sum()
-            return loss, torch.cat([weights.sum().view(1), self._metrics(log_p, log_q, weights)])
+            return loss, torch.stack([weights.sum(), (weights * alphas.detach()).sum()])
 
         whole_branches = max(1, self.config.chunk_size // gamma) * gamma
         loss_sum, sums = sum_over_chunks(chunk_loss, hidden, self._head_rows(), whole_branches)
-        return _output(loss_sum, sums[0], sums[1:])
+        return StepOutput(loss_sum, sums[0], {"alpha": sums[1]})
 
     def _signal(self, batch: Batch) -> Signal:
         """The teacher's: the kept one, or from a pass of the target."""
@@ -250,11 +250,6 @@ class DistillModule(nn.Module):
         return self.ids[q.multinomial(1).squeeze(1)]
 
     @torch.no_grad()
-    def _metrics(self, log_p: Tensor, log_q: Tensor, weights: Tensor | None = None) -> Tensor:
-        of_tokens = torch.stack([forward_kl(log_p, log_q), acceptance(log_p, log_q)])
-        return of_tokens.sum(dim=1) if weights is None else (weights * of_tokens).sum(dim=1)
-
-    @torch.no_grad()
     def _selection(self, batch: Batch, signal: Signal, hidden: Tensor) -> Tensor | None:
         """Weights [tokens] of the tokens on which a trained reference is furthest ahead (Hu et al. 2025, AdaSPEC).
 
@@ -280,14 +275,6 @@ class DistillModule(nn.Module):
         chosen = torch.zeros_like(gap)
         chosen[gap.topk(min(count, len(gap))).indices] = len(gap) / count
         return chosen
-
-
-def _output(loss_sum: Tensor, num_tokens: Tensor, metrics: Tensor) -> StepOutput:
-    return StepOutput(
-        loss_sum=loss_sum,
-        num_tokens=num_tokens,
-        metric_sums=dict(zip(("forward_kl", "alpha"), metrics, strict=True)),
-    )
 
 
 def _gathered(hidden: Tensor, places: Tensor) -> Tensor:

@@ -143,7 +143,7 @@ def run_config(whole: Path, output: Path, objective: str = "forward KL", **train
 
 
 def write_yaml(config: RunConfig, path: Path) -> Path:
-    path.write_text(yaml.safe_dump(json.loads(json.dumps(asdict(config)))))
+    path.write_text(yaml.safe_dump(json.loads(json.dumps(asdict(config))), sort_keys=False))
     return path
 
 
