@@ -25,7 +25,7 @@ from .texts import Rows
 
 logger = logging.getLogger(__name__)
 
-# of the bootstrap over prompts; a sound run fails once in a thousand times
+# a sound run fails once in a thousand times
 CONFIDENCE, RESAMPLES = 0.999, 5000
 BATCH_SIZE = 8
 MIN_PROMPTS = 4
@@ -112,36 +112,34 @@ def prove_parity(task: DistillTask, pair: Path, config: RunConfig) -> None:
 def difference_interval(
     predicted: Sequence[tuple[float, float]], measured: Sequence[tuple[float, float]], seed: int = 0
 ) -> tuple[float, float]:
-    """Bootstrap interval, over prompts, of measured minus predicted tokens per target pass.
-
-    The percentiles of few prompts do not reach far enough; they are widened as Student's interval of a mean is.
+    """Interval of measured minus predicted tokens per target pass: Student's, with the bootstrap's error over prompts.
 
     Args:
         predicted, measured: (tokens, target passes) of each prompt, in the same order; two or more.
         seed: of the resampling.
     """
+    count = len(measured)
     sides = np.array([measured, predicted])
-    rows = np.random.default_rng(seed).integers(len(measured), size=(RESAMPLES, len(measured)))
+    rows = np.random.default_rng(seed).integers(count, size=(RESAMPLES, count))
     totals = sides[:, rows].sum(axis=2)
     ratios = totals[..., 0] / totals[..., 1]
-    tail = 100 * (1 - CONFIDENCE) / 2
-    difference = _ratio(measured) - _ratio(predicted)
-    low, high = widening(len(measured)) * (np.percentile(ratios[0] - ratios[1], [tail, 100 - tail]) - difference)
-    return difference + float(low), difference + float(high)
+    error = float(np.std(ratios[0] - ratios[1])) * math.sqrt(count / (count - 1))
+    # where next to nothing is accepted, prompts may all be alike by chance: then the error of so many coins
+    tokens, passes = np.sum(predicted, axis=0)
+    of_coins = float(tokens / passes**2 * math.sqrt((tokens - passes + 1) * passes / tokens))
+    difference, reach = _ratio(measured) - _ratio(predicted), students_quantile(count - 1) * max(error, of_coins)
+    return difference - reach, difference + reach
 
 
-def widening(count: int) -> float:
-    """By how much Student's interval of a mean of `count` is wider than the normal one with its biased deviation.
-
-    By Fisher and Cornish's expansion of the quantile, which is good to a percent from ten on.
-    """
-    z, v = NormalDist().inv_cdf((1 + CONFIDENCE) / 2), count - 1
+def students_quantile(freedom: int) -> float:
+    """Of Student's distribution, for CONFIDENCE; by Cornish and Fisher's expansion, a little low below five."""
+    z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
     terms = (
-        (z**3 + z) / (4 * v),
-        (5 * z**5 + 16 * z**3 + 3 * z) / (96 * v**2),
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * v**3),
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
     )
-    return (z + sum(terms)) / z * math.sqrt(count / v)
+    return z + sum(float(term) / float(freedom) ** power for power, term in enumerate(terms, start=1))
 
 
 def _sampling_of(config: RunConfig) -> SamplingParams:

@@ -137,6 +137,7 @@ def run_config(whole: Path, output: Path, objective: str = "forward KL", **train
         chunk_size=50,
         train_embeddings=True,
         measure_speed=False,
+        parity_prompts=0,
         **OBJECTIVES[objective],
         train=TrainConfig(output=str(output), **values | {"log_every_steps": 5, "eval_every_steps": 20} | train),
     )

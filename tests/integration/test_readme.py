@@ -34,6 +34,8 @@ def test_commands_and_program_run(tiny_model_folder: Callable[..., Path], tmp_pa
         assert done.returncode == 0, done.stderr
     assert "tokens per target pass" in done.stdout
     assert (tmp_path / "runs/my/run/pair/draft/model.safetensors").is_file()
+    assert (tmp_path / "runs/my/run/costs.json").is_file()
+    assert (tmp_path / "runs/my/run/parity.json").is_file()
     assert (tmp_path / "runs/my/warm/model/model.safetensors").is_file()
 
 
