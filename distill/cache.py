@@ -2,10 +2,10 @@
 
 Beside each response stands a signal for each of its tokens, in one of two kinds.
 
-`top_k` holds the k likeliest tokens at one temperature, their log p, the log of the mass of all others, and the log p of
-the text's own token; nothing is renormalised. log p is kept in fp16, whose rounding is at most 2^-11 of log p, so that p is off by at most
-2^-11 p |log p| <= 2^-11 / e = 0.00018, and the p of a position together by at most 2^-11 of its entropy in nats. The
-mass of the others is that beside the exact p.
+`top_k` holds the k likeliest tokens at one temperature, their log p, the log of the mass of all others, and the log p
+of the text's own token; nothing is renormalised. log p is kept in fp16, whose rounding is at most 2^-11 of log p, so
+that p is off by at most 2^-11 p |log p| <= 2^-11 / e = 0.00018, and the p of a position together by at most 2^-11 of
+its entropy in nats. The mass of the others is that beside the exact p.
 
 `hidden_states` holds what entered the target's head, to the bit, and the logsumexp of the logits it became: with the
 frozen head, whole distributions at any temperature.

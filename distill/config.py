@@ -274,7 +274,7 @@ class RunConfig:
         heldout_fraction: share of other data that is held out
         data_limits: how bad the texts may be before they are refused
         train_embeddings: also train embeddings and head; else they stay as they are
-        packing_length: tokens of the sequences that texts are packed into, without seeing each other; null pads instead
+        packing_length: tokens of sequences that texts are packed into, without seeing each other; null pads instead
         chunk_size: tokens whose logits exist at a time
         compile: let torch.compile fuse the draft's pass and the loss: faster steps after a wait, with a C++ compiler
         measure_speed: measure costs here before training, so that evaluations can predict a speedup

@@ -1,8 +1,8 @@
 """How fast a distillation step is, and that it stays the same step: a naive loop beside `spec-distill run`'s.
 
-The naive loop is what one writes first: pad, a pass of the target, a pass of the draft in fp32, both whole logits, their
-log-softmax, KL on the response tokens, AdamW. The others are this project's, from plain to all it has. All begin with the
-same draft and see the same batches; the loss of every step is printed for the comparison of curves.
+The naive loop is what one writes first: pad, a pass of the target, a pass of the draft in fp32, both whole logits,
+their log-softmax, KL on the response tokens, AdamW. The others are this project's, from plain to all it has. All begin
+with the same draft and see the same batches; the loss of every step is printed for the comparison of curves.
 
     python scripts/time_distillation.py --pair runs/time/pair --responses runs/time/cached --steps 20
 """
@@ -24,7 +24,6 @@ from distill.run import distill
 from distill.teacher import collate
 from train.batches import batch_plan
 from train.config import TrainConfig
-
 
 OURS: dict[str, dict[str, Any]] = {
     "online": {},

@@ -88,8 +88,7 @@ def test_greedy_decoding_accepts_exactly_what_was_predicted(trained: tuple[Disti
     assert found["measured_block_efficiency"] == pytest.approx(found["predicted_block_efficiency"], rel=1e-9)
 
 
-@pytest.mark.parametrize("change", [0.2, -0.2])
-@pytest.mark.parametrize("name", ["acceptance", "greedy_acceptance"])
+@pytest.mark.parametrize(("name", "change"), [("acceptance", 0.2), ("acceptance", -0.2), ("greedy_acceptance", 0.2)])
 def test_another_acceptance_than_predicted_fails(
     name: str, change: float, trained: tuple[DistillTask, Path, RunConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
