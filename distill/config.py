@@ -263,8 +263,8 @@ class RunConfig:
 
     Args:
         pair: the pair to start from, as `spec-distill build` wrote it
-        responses: what `spec-distill respond` wrote, or `spec-distill cache` with the teacher's signal; or other data: a
-            .jsonl, .parquet or .txt file, a folder of datasets, or a hub id
+        responses: what `spec-distill respond` wrote, or `spec-distill cache` with the teacher's signal; or other data,
+            such as a .jsonl, .parquet or .txt file, a folder of datasets, or a hub id
         target: the target, if it is not where the pair says
         temperature: of the teacher's and the draft's distributions; the temperature you will serve with
         teacher: a pass of the target at each step (online), or the signal kept beside the responses (cached)
