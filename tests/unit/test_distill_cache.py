@@ -420,6 +420,7 @@ def test_what_is_there_already_needs_no_room(
     interrupt_at_part(3, configure())
     written = sum(path.stat().st_size for path in (tmp_path / ".cache.partial").rglob("*.arrow"))
     with_free_bytes(monkeypatch, 0)
+    caplog.clear()
     with caplog.at_level(logging.INFO), pytest.raises(ValueError, match=r"^output .*: needs"):
         cache(configure())
     needed = sum(announced(caplog.text)[2:])
