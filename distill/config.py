@@ -216,13 +216,13 @@ class ObjectiveConfig:
             raise ValueError("stages: only the last may lack both share and plateau_evals; say when the others end")
         if not 0 < self.jsd_beta < 1:
             raise ValueError(f"jsd_beta: {self.jsd_beta} is not possible; give a number between 0 and 1")
-        if self.lk_eta < 0:
+        if not self.lk_eta >= 0:
             raise ValueError(f"lk_eta: {self.lk_eta} is not possible; give 0 or more")
         if not 0 < self.selected_fraction <= 1:
             raise ValueError(f"selected_fraction: {self.selected_fraction} is not possible; give a share up to 1")
         if self.selected_fraction < 1 and self.reference is None:
             raise ValueError("reference: selected_fraction compares with a draft trained before; name its pair")
-        if self.alignment_weight < 0:
+        if not self.alignment_weight >= 0:
             raise ValueError(f"alignment_weight: {self.alignment_weight} is not possible; give 0 or more")
 
     @property
@@ -253,7 +253,7 @@ class BranchesConfig:
         for name in ("num_draft_tokens", "per_text"):
             if getattr(self, name) < 1:
                 raise ValueError(f"branches.{name}: {getattr(self, name)} is not possible; give 1 or more")
-        if self.rejected_weight <= 0:
+        if not self.rejected_weight > 0:
             raise ValueError(f"branches.rejected_weight: {self.rejected_weight} is not possible; give more than 0")
 
 
