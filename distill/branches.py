@@ -46,13 +46,13 @@ def with_branches(batch: Batch, branches: Branches) -> Batch:
     """The texts with their branches behind them, for one pass of a model.
 
     Args:
-        batch: input_ids and attention_mask [rows, length].
+        batch: input_ids [rows, length].
         branches: may have drafted nothing so far.
 
     Returns:
         input_ids, position_ids [rows, length + branches * drafted] and attention_mask bool [rows, 1, n, n].
     """
-    input_ids, attention_mask = batch["input_ids"], batch["attention_mask"]
+    input_ids = batch["input_ids"]
     rows, length = input_ids.shape
     num_branches, num_drafted = branches.tokens.shape[1:]
     device = input_ids.device
@@ -64,10 +64,9 @@ def with_branches(batch: Batch, branches: Branches) -> Batch:
     branch = torch.cat([torch.full_like(input_ids, -1), branch], dim=1)
     sees_until = torch.cat([text.expand(rows, -1), branches.starts.repeat_interleave(num_drafted, dim=1)], dim=1)
     places = torch.cat([text.expand(rows, -1), positions], dim=1)
-    of_text = (text <= sees_until.unsqueeze(2)) & attention_mask.bool().unsqueeze(1)
+    of_text = text <= sees_until.unsqueeze(2)
     same = (branch[:, :, None] == branch[:, None, length:]) & (places[:, None, length:] <= places[:, :, None])
     mask = torch.cat([of_text, same], dim=2)
-    mask |= torch.eye(mask.shape[1], dtype=torch.bool, device=device)  # padding must see something
     return {
         "input_ids": torch.cat([input_ids, branches.tokens.flatten(1)], dim=1),
         "position_ids": places,
@@ -98,7 +97,7 @@ def draft_branches(
     """Let a draft continue the texts.
 
     Args:
-        batch: input_ids and attention_mask [rows, length].
+        batch: input_ids [rows, length].
         starts: int64 [rows, branches].
         num_drafted: tokens per branch.
         hidden_states: the draft's, [rows, n, hidden], for what `with_branches` returns.
@@ -124,13 +123,13 @@ def refuse_unbranchable(model: PreTrainedModel, role: str) -> None:
         role: what to call it in messages.
 
     Raises:
-        ValueError: it is not, as with eager attention, which takes no bool mask, or with a short sliding window.
+        ValueError: it is not, as with a short sliding window.
     """
     generator = torch.Generator().manual_seed(0)
     vocab_size = model.config.get_text_config().vocab_size
     text, first, second = torch.randint(vocab_size, (3, 1, PROBE_LENGTH), generator=generator).to(model.device)
     start = PROBE_LENGTH // 2
-    batch = {"input_ids": text, "attention_mask": torch.ones_like(text)}
+    batch = {"input_ids": text}
     branches = Branches(torch.full_like(text[:, :2], start), torch.stack([first, second], dim=1))
     together = hidden_states(model, with_branches(batch, branches))[:, -PROBE_LENGTH:].float()
     ids = torch.cat([text[:, : start + 1], second], dim=1)

@@ -4,7 +4,9 @@ import resource
 import sys
 import tempfile
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from time import perf_counter
 
 import numpy as np
@@ -82,16 +84,20 @@ def _extrapolated(
 ) -> Estimate:
     train = config.train
     steps = [line for line in lines if "seconds" in line]
-    begun, ended = steps[WARM_UP_STEPS - 1], steps[-1]
-    seconds, tokens = ended["seconds"] - begun["seconds"], ended["tokens"] - begun["tokens"]
+    taken = list(pairwise(steps[WARM_UP_STEPS - 1 :]))
+    # medians, for a step of a new shape may have to wait for its program
+    seconds = median(ended["seconds"] - begun["seconds"] for begun, ended in taken)
+    tokens_per_second = median(
+        (ended["tokens"] - begun["tokens"]) / (ended["seconds"] - begun["seconds"]) for begun, ended in taken
+    )
     num_steps = total_steps(len(prepared.rows), train.batch_size, train.num_epochs, train.max_steps)
     num_evaluations = 1 + (num_steps - 1) // train.eval_every_steps if train.eval_every_steps else 1
     evaluating = num_evaluations * evaluation_seconds
     return Estimate(
         num_steps=num_steps,
         num_tokens=_response_tokens(prepared, train, num_steps),
-        tokens_per_second=tokens / seconds,
-        minutes=(num_steps * seconds / MEASURED_STEPS + evaluating) / 60,
+        tokens_per_second=tokens_per_second,
+        minutes=(num_steps * seconds + evaluating) / 60,
         evaluation_minutes=evaluating / 60,
         disk_bytes=disk_bytes(prepared.task.module, train),
         memory_bytes=_peak_memory_bytes(),

@@ -92,7 +92,6 @@ class DistillModule(nn.Module):
         self.config = config
         self.branching = False
         self._loss = torch.compile(self._loss_of_chunk, dynamic=True) if config.compile else self._loss_of_chunk
-        self._hidden_states = torch.compile(hidden_states, dynamic=True) if config.compile else hidden_states
         width, device = len(teacher.weight), teacher.weight.device
         ids = torch.arange(width, device=device) if teacher.token_ids is None else teacher.token_ids
         # the draft's column of each of the target's tokens, -1 for none
@@ -133,7 +132,7 @@ class DistillModule(nn.Module):
         return TokenScores(*(torch.cat(parts, dim=1) if parts else torch.zeros(6, 0)))
 
     def _on_text(self, batch: Batch) -> StepOutput:
-        signal, hidden = self._signal(batch), self._hidden_states(self.draft, batch)[batch["predicts"]]
+        signal, hidden = self._signal(batch), final_hidden_states(self.draft, batch)
         own = self._own_columns(batch)
         weights = self._selection(batch, signal, hidden)
 

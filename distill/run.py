@@ -3,6 +3,8 @@
 import functools
 import json
 import logging
+import os
+import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,9 @@ from .teacher import Batch, TeacherHead, collate
 from .texts import Rows, Texts, column, load_texts, without_signal
 
 logger = logging.getLogger(__name__)
+
+# A backward pass of fused attention takes a CPU three times as long, but keeps no scores of all pairs of tokens.
+EAGER_ATTENTION_TOKENS = 512
 
 
 @dataclass(frozen=True)
@@ -124,6 +129,8 @@ def prepare(config: RunConfig) -> Prepared:
     if config.objective.alignment_weight:
         _refuse_alignment(draft, target, record)
     _choose_trainable(draft, config.train_embeddings)
+    if config.compile:
+        _compile_layers(draft, config, min(max(lengths), config.max_length))
     module = DistillModule(draft, teacher, None if record else target, config, frozenset(stop_ids), reference)
     pair.provenance = {**provenance(resolved), "started_from": pair.provenance}
     pair.sampling = {"temperature": config.temperature}
@@ -223,6 +230,26 @@ def _refuse_alignment(draft: PreTrainedModel, target: PreTrainedModel, record: C
         raise ValueError("alignment_weight: draft and target differ in hidden size; use 0")
     if record is not None and record.kind == "top_k":
         raise ValueError("alignment_weight: the responses keep the teacher's likeliest tokens, no hidden states; use 0")
+
+
+def _compile_layers(draft: PreTrainedModel, config: RunConfig, longest: int) -> None:
+    """One program for all layers, whatever the number and length of texts; it is made in the first steps.
+
+    Raises:
+        ValueError: there is nothing to make it with.
+    """
+    if draft.device.type == "cpu":
+        compiler = os.environ.get("CXX", "g++")
+        if shutil.which(compiler) is None:
+            raise ValueError(
+                f"compile: true needs a C++ compiler, and there is no {compiler}; install one, or use false"
+            )
+        if config.packing_length is None and longest <= EAGER_ATTENTION_TOKENS:
+            logger.info("attention is computed in the open (eager), which is faster than fused for texts this short")
+            draft.set_attn_implementation("eager")
+    decoder: Any = draft.get_decoder()
+    for module in (*decoder.layers, decoder.norm):
+        module.compile(dynamic=True)
 
 
 def _choose_trainable(draft: PreTrainedModel, train_embeddings: bool) -> None:

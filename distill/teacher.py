@@ -50,7 +50,7 @@ class Head:
     def _refuse_other_logits(self, model: PreTrainedModel, role: str) -> None:
         """A model that does more to its logits would be misread without a sign: compare those of one pass."""
         input_ids = torch.tensor([[0, 1]], device=model.device)
-        batch = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids), "predicts": input_ids >= 0}
+        batch = {"input_ids": input_ids, "predicts": input_ids >= 0}
         ours = self._logits(final_hidden_states(model, batch), self.weight, self.bias)
         theirs = model(input_ids=input_ids, use_cache=False).logits[0].float()
         if (ours - theirs).abs().max() > 0.02 * theirs.abs().max():
@@ -106,24 +106,32 @@ def collate(rows: list[dict[str, Any]], padding_id: int) -> Batch:
         padding_id: any token id.
 
     Returns:
-        input_ids int64, attention_mask int64 and predicts bool, [rows, length]: predicts[b, t] is true where the
-        token after position t belongs to the response.
+        input_ids int64 and predicts bool, [rows, length]: predicts[b, t] is true where the token after position t
+        belongs to the response. Padding is on the right, where no token of a causal model sees it: no mask is needed.
     """
     width = max(len(row["input_ids"]) for row in rows)
     input_ids = torch.full((len(rows), width), padding_id)
-    attention_mask = torch.zeros(len(rows), width, dtype=torch.long)
     predicts = torch.zeros(len(rows), width, dtype=torch.bool)
     for place, row in enumerate(rows):
         length = len(row["input_ids"])
         input_ids[place, :length] = torch.tensor(row["input_ids"])
-        attention_mask[place, :length] = 1
         predicts[place, : length - 1] = torch.tensor(row["response_mask"][1:])
-    return {"input_ids": input_ids, "attention_mask": attention_mask, "predicts": predicts}
+    return {"input_ids": input_ids, "predicts": predicts}
 
 
 def hidden_states(model: PreTrainedModel, batch: Batch) -> Tensor:
-    """What enters the head at every position, [rows, length, hidden]."""
-    inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids") if name in batch}
+    """What enters the head at every position, [rows, length, hidden].
+
+    Args:
+        model: whose head it is.
+        batch: input_ids int64 [rows, length]; position_ids too where they do not count from 0; attention_mask bool
+            [rows, 1, length, length] where a token does not see all before it.
+    """
+    inputs: Batch = {name: batch[name] for name in ("input_ids", "position_ids") if name in batch}
+    if (seen := batch.get("attention_mask")) is not None:
+        # added to the scores, which every kind of attention can; eager ones would not know what to do with a bool
+        lowest = torch.finfo(model.dtype).min
+        inputs["attention_mask"] = torch.zeros_like(seen, dtype=model.dtype).masked_fill(~seen, lowest)
     hidden: Tensor = model.get_decoder()(**inputs, use_cache=False).last_hidden_state
     return hidden
 

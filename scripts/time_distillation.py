@@ -11,6 +11,7 @@ import argparse
 import json
 import shutil
 from pathlib import Path
+from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -28,8 +29,9 @@ from train.config import TrainConfig
 OURS: dict[str, dict[str, Any]] = {
     "online": {},
     "cached": {"teacher": "cached"},
-    "cached, packed": {"teacher": "cached", "packing_length": 1024},
-    "cached, packed, compiled": {"teacher": "cached", "packing_length": 1024, "compile": True},
+    "online, compiled": {"compile": True},
+    "cached, compiled": {"teacher": "cached", "compile": True},
+    "cached, compiled, packed": {"teacher": "cached", "compile": True, "packing_length": 512},
 }
 WARM_UP_STEPS = 3
 
@@ -59,12 +61,13 @@ def naive(options: argparse.Namespace) -> tuple[float, list[float]]:
     optimizer = torch.optim.AdamW([p for p in draft.parameters() if p.requires_grad], lr=1e-3, weight_decay=0.0)
     rows = load_responses(options.responses, "train").select_columns(["input_ids", "response_mask"])
     plan = batch_plan([len(ids) for ids in rows["input_ids"]], options.batch_size, 0, 0)
-    losses, tokens, started = [], 0, 0.0
-    for step, indices in enumerate(plan[: options.steps]):
-        if step == WARM_UP_STEPS:
-            started, tokens = perf_counter(), 0
+    losses, rates = [], []
+    for indices in plan[: options.steps]:
+        started = perf_counter()
         batch = collate([rows[place] for place in indices], 0)
-        inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        there = [torch.ones(len(rows[place]["input_ids"])) for place in indices]
+        mask = nn.utils.rnn.pad_sequence(there, batch_first=True)
+        inputs = {"input_ids": batch["input_ids"], "attention_mask": mask}
         with torch.no_grad():
             log_p = target(**inputs).logits.float().log_softmax(-1)
         logits = draft(**inputs).logits
@@ -77,8 +80,8 @@ def naive(options: argparse.Namespace) -> tuple[float, list[float]]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-        tokens += int(batch["predicts"].sum())
-    return tokens / (perf_counter() - started), losses
+        rates.append(int(batch["predicts"].sum()) / (perf_counter() - started))
+    return median(rates[WARM_UP_STEPS:]), losses
 
 
 def ours(changes: dict[str, Any], options: argparse.Namespace) -> tuple[float, list[float]]:
@@ -103,10 +106,8 @@ def ours(changes: dict[str, Any], options: argparse.Namespace) -> tuple[float, l
     distill(RunConfig(pair=options.pair, responses=options.responses, train=train, **rest))
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "loss" in line]
-    begun, ended = steps[WARM_UP_STEPS - 1], steps[-1]
     shutil.rmtree(output)
-    rate = (ended["tokens"] - begun["tokens"]) / (ended["seconds"] - begun["seconds"])
-    return rate, [line["loss"] for line in steps]
+    return median(line["tokens_per_second"] for line in steps[WARM_UP_STEPS:]), [line["loss"] for line in steps]
 
 
 if __name__ == "__main__":

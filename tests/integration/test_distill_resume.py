@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +185,28 @@ def test_killed_training_it_goes_on(objective: str, whole: Path, tmp_path: Path)
 def difference(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> float:
     """The largest of the tensors' relative differences, in the Euclidean norm."""
     return max(((one[name] - two[name]).norm() / one[name].norm()).item() for name in one)
+
+
+def test_compiled_it_trains_the_same_and_goes_on_when_killed(whole: Path, tmp_path: Path) -> None:
+    """On texts and branches, in batches of several shapes, with evaluations between."""
+    changes = {"max_steps": 12, "eval_every_steps": 6, "log_every_steps": 1}
+    branches = BranchesConfig(share=0.5, per_text=4)
+    plain, parts, uninterrupted = (
+        replace(run_config(whole, tmp_path / name, **changes), branches=branches, compile=name != "plain")
+        for name in ("plain", "parts", "whole")
+    )
+    file = write_yaml(parts, tmp_path / "parts.yaml")
+    kill_once_there((folder_of(parts).checkpoints / "step-000003").exists, start("run", "--config", file))
+    assert "resuming from" in finish(start("run", "--config", file))
+    finish(start("run", "--config", write_yaml(uninterrupted, tmp_path / "whole.yaml")))
+    torch.set_num_threads(1)
+    distill(plain)
+    ours, theirs = weights(parts), weights(uninterrupted)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert metric_lines(parts) == metric_lines(uninterrupted)
+    assert difference(theirs, weights(plain)) < 1e-3
+    for compiled, other in zip(metric_lines(uninterrupted), metric_lines(plain), strict=True):
+        assert compiled == pytest.approx(other, rel=1e-3, abs=1e-3)
 
 
 def test_two_processes_train_what_one_does(whole: Path, tmp_path: Path) -> None:

@@ -178,6 +178,12 @@ def test_packed_texts_teach_what_padded_ones_do(
     assert difference(weights_of(padded), weights_of(packed)) < 1e-4
 
 
+def test_compiling_needs_a_compiler(configure_run: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ValueError, match=r"^compile: true needs .* there is no no-such-compiler; install one, or use"):
+        prepare(configure_run(compile=True))
+
+
 def test_a_batch_of_eight_is_eight_of_one(train: Callable[..., FitResult]) -> None:
     together, one_by_one = train(micro_batch_size=8), train(micro_batch_size=1)
     assert losses(one_by_one) == pytest.approx(losses(together), rel=1e-5)

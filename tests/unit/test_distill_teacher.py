@@ -106,9 +106,8 @@ def test_collate_pads_and_marks_what_predicts_a_response_token() -> None:
         {"input_ids": [15, 16], "response_mask": [True, True]},  # nothing precedes its first token
     ]
     batch = collate(rows, padding_id=3)
-    assert set(batch) == {"input_ids", "attention_mask", "predicts"}
+    assert set(batch) == {"input_ids", "predicts"}
     assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 3, 3], [9, 10, 11, 12, 13, 14], [15, 16, 3, 3, 3, 3]]
-    assert batch["attention_mask"].tolist() == [[1] * 4 + [0] * 2, [1] * 6, [1] * 2 + [0] * 4]
     assert batch["predicts"].int().tolist() == [[0, 1, 1, 0, 0, 0], [1, 0, 0, 1, 1, 0], [1, 0, 0, 0, 0, 0]]
     assert (batch["input_ids"].dtype, batch["predicts"].dtype) == (torch.int64, torch.bool)
 
