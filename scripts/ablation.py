@@ -1,21 +1,31 @@
 """Which objective makes a draft that is accepted most: the same pair, data and number of steps, one loss after another.
 
-Trains each variant with `spec-distill run`, measures it with `spec-decode evaluate` (sampled at the recipe's
-temperature, and greedy) and `spec-decode bench`, and prints a table in Markdown; --plot draws it. What is finished is
-kept: run again, it goes on.
+Trains each variant with `spec-distill run`, judges it on all held-out responses, sampled and greedy, with 95% intervals
+over the texts, and times it with `spec-decode bench`. The best are trained again with other seeds. Prints a table in
+Markdown; --plot draws it. What is finished is kept: run again, it goes on.
 
-    python scripts/ablation.py --pair runs/demo-service/untrained --responses runs/demo-service/responses \\
-        --output runs/ablation --steps 250
+    python scripts/ablation.py --plot docs/ablation.png
 """
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+
+import jsonargparse
+import numpy as np
+import torch
+
+from decode.costs import Costs
+from decode.evaluate import bootstrap_interval
+from distill.config import RunConfig
+from distill.judge import expected_rounds, judge
+from distill.run import prepare
 
 KL_FIRST = {"losses": {"forward_kl": 1.0}, "share": 0.6}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -24,7 +34,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "RKL": {"objective.stages": [{"losses": {"reverse_kl": 1.0}}]},
     "JSD": {"objective.stages": [{"losses": {"jsd": 1.0}}]},
     "TV": {"objective.stages": [{"losses": {"tv": 1.0}}]},
-    "LK": {"objective.stages": [{"losses": {"lk": 1.0}}]},
     "FKL then LK": {"objective.stages": [KL_FIRST, {"losses": {"lk": 1.0}}]},
     "FKL then TV": {"objective.stages": [KL_FIRST, {"losses": {"tv": 1.0}}]},
     "FKL then TV, branches": {
@@ -35,6 +44,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+SETTINGS = ("sampled", "greedy")
+
+
 @dataclass(frozen=True)
 class Run:
     """One variant with one seed, and where it is."""
@@ -43,114 +55,128 @@ class Run:
     seed: int
     folder: Path
 
-    def figures(self) -> dict[str, Any]:
-        """What its training and its measurements left."""
-        lines = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
-        metrics: dict[str, Any] = {}
-        for line in lines:
-            metrics |= line
-        found = {
-            name: json.loads((self.folder / f"{name}.json").read_text()) for name in ("sampled", "greedy", "bench")
-        }
-        return {"tokens": metrics["tokens"], "seconds": metrics["seconds"], **found}
+    def read(self, name: str) -> Any:
+        """What was found out about it."""
+        return json.loads((self.folder / f"{name}.json").read_text())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pair", required=True, help="to start from")
-    parser.add_argument("--responses", required=True)
-    parser.add_argument("--prompts", default="service", help="the set that the responses answer")
-    parser.add_argument("--config", default="configs/run/smollm2-ablation.yaml")
+    parser.add_argument("--config", default="configs/run/smollm2-ablation.yaml", help="what all variants share")
+    parser.add_argument("--prompts", default="service", help="to time on")
     parser.add_argument("--output", type=Path, default=Path("runs/ablation"))
-    parser.add_argument("--steps", type=int, default=250)
+    parser.add_argument("--steps", type=int, help="of each; else the recipe's")
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="the first is for all variants")
+    parser.add_argument("--again", type=int, default=3, help="so many of the best get the other seeds too")
     parser.add_argument("--plot", type=Path, help="draw alpha by variant into this file")
     options = parser.parse_args()
-    runs = []
-    for name in options.variants:
-        for seed in options.seeds:
-            slug = name.lower().replace(",", "").replace(" ", "-")
-            run = Run(name, seed, options.output / f"{slug}-{seed}")
-            train(run, options)
-            measure(run, options)
-            runs.append(run)
+    runs = [do(name, options.seeds[0], options) for name in options.variants]
+    for run in runs:
+        if not (run.folder / "bench.json").is_file():
+            _call("decode", "bench", *(f"--{key}={value}" for key, value in timing(run, options).items()))
+    best = sorted(runs, key=lambda run: run.read("sampled")["alpha"], reverse=True)[: options.again]
+    runs += [do(run.name, seed, options) for run in best for seed in options.seeds[1:]]
     print(table(runs))
     if options.plot:
         plot(runs, options.plot)
 
 
-def train(run: Run, options: argparse.Namespace) -> None:
-    overrides = {
-        "pair": options.pair,
-        "responses": options.responses,
-        "train.output": str(run.folder),
-        "train.max_steps": options.steps,
-        "train.seed": run.seed,
-        **VARIANTS[run.name],
-    }
-    arguments = [
-        f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in overrides.items()
-    ]
+def do(name: str, seed: int, options: argparse.Namespace) -> Run:
+    """Train a variant and judge it."""
+    run = Run(name, seed, options.output / f"{name.lower().replace(',', '').replace(' ', '-')}-{seed}")
+    overrides = {"train.output": str(run.folder), "train.seed": seed, **VARIANTS[name]}
+    if options.steps:
+        overrides["train.max_steps"] = options.steps
+    arguments = [f"--{key}={each if isinstance(each, str) else json.dumps(each)}" for key, each in overrides.items()]
+    costs = options.output / "costs.json"  # of drafts that differ in nothing but their weights: measured once
+    if costs.is_file() and not run.folder.exists():
+        run.folder.mkdir()
+        shutil.copy(costs, run.folder)
     _call("distill", "run", "--config", options.config, *arguments)
+    shutil.copy(run.folder / "costs.json", costs)
+    if not all((run.folder / f"{setting}.json").is_file() for setting in SETTINGS):
+        score(run)
+    return run
 
 
-def measure(run: Run, options: argparse.Namespace) -> None:
-    common = ["--pair", str(run.folder / "pair"), "--prompts", options.prompts]
-    limit = ["--sampling.max_new_tokens", "96"]
-    commands = {
-        "sampled": ["evaluate", *common, "--responses", options.responses, *limit],
-        "greedy": ["evaluate", *common, "--sampling.temperature", "0", *limit],
-        "bench": ["bench", *common, "--temperatures", "[0, 1]", "--max_new_tokens", "96"],
-    }
-    for name, command in commands.items():
-        path = run.folder / f"{name}.json"
-        if not path.is_file():
-            _call("decode", *command, "--output", str(path))
+@torch.no_grad()
+def score(run: Run) -> None:
+    """alpha, tokens per target pass and predicted speedup on the held-out responses; intervals over the texts."""
+    parser = jsonargparse.ArgumentParser()
+    parser.add_class_arguments(RunConfig, "run")
+    told = parser.parse_object({"run": jsonargparse.get_loader("yaml")((run.folder / "config.yaml").read_text())})
+    config: RunConfig = RunConfig(**vars(parser.instantiate(told)["run"]))
+    elsewhere = replace(config.train, output=str(run.folder / "judging"))
+    again = replace(config, pair=str(run.folder / "pair"), measure_speed=False, compile=False, train=elsewhere)
+    task, costs = prepare(again).task, Costs(**run.read("costs"))
+    gamma = task.pair.num_draft_tokens
+    for setting, rows in zip(SETTINGS, (task.texts.heldout, task.texts.heldout_greedy), strict=True):
+        with torch.autocast(task.module.draft.device.type, torch.bfloat16):
+            scores = task.scores(rows)
+        passing = [each.acceptance if setting == "sampled" else each.greedy_acceptance for each in scores]
+        alphas = [each.alpha if setting == "sampled" else each.greedy_acceptance for each in scores]
+        sums, lengths = (np.array([float(of(each)) for each in alphas]) for of in (torch.sum, len))
+        acceptances = [each.double().numpy() for each in passing]
+        counts = np.array([expected_rounds(each, gamma).count for each in acceptances])
+        found = judge(acceptances, gamma, costs) | {"alpha": float(sums.sum() / lengths.sum())}
+        found |= {"alpha_interval": bootstrap_interval(sums, lengths)}
+        found |= {"block_efficiency_interval": bootstrap_interval(lengths, counts)}
+        (run.folder / f"{setting}.json").write_text(json.dumps(found, indent=1))
+
+
+def timing(run: Run, options: argparse.Namespace) -> dict[str, Any]:
+    """Options of `spec-decode bench`."""
+    given = {"pair": run.folder / "pair", "prompts": options.prompts, "output": run.folder / "bench.json"}
+    return given | {"temperatures": "[1, 0]", "max_new_tokens": 96, "num_prompts": 6}
 
 
 def table(runs: list[Run]) -> str:
-    """Markdown: means over seeds; intervals over prompts, of the first seed."""
-    head = (
-        "| loss | seeds | alpha, T=1 | E | predicted | measured | alpha, greedy | E | predicted | measured | minutes |"
-    )
-    rows = [head, "|" + "---|" * 11]
+    """Markdown: means over seeds; intervals over texts, and the measured speedup, of the first seed."""
+    columns = ("alpha, T=1", "E", "predicted", "measured", "alpha, greedy", "E", "predicted", "measured")
+    rows = ["| loss | seeds | " + " | ".join(columns) + " | tokens | minutes |", "|" + "---|" * 12]
     for name in dict.fromkeys(run.name for run in runs):
-        figures = [run.figures() for run in runs if run.name == name]
-        cells = [name, str(len(figures))]
-        for place, setting in enumerate(("greedy", "sampled")[::-1]):
-            of_setting = [each[setting] for each in figures]
-            cells += [_with_interval(of_setting, "alpha"), _with_interval(of_setting, "block_efficiency")]
-            cells.append(f"{fmean(max(each['predicted_speedup']) for each in of_setting):.2f}")
-            cells.append(f"{fmean(each['bench']['timings'][1 - place]['ratio'] for each in figures):.2f}")
-        cells.append(f"{fmean(each['seconds'] for each in figures) / 60:.1f}")
+        of_name = [run for run in runs if run.name == name]
+        cells = [name, str(len(of_name))]
+        for place, setting in enumerate(SETTINGS):
+            found = [run.read(setting) for run in of_name]
+            cells += [_with_interval(found, "alpha"), _with_interval(found, "block_efficiency")]
+            cells.append(f"{fmean(each['predicted_speedup'] for each in found):.2f}")
+            cells.append(f"{of_name[0].read('bench')['timings'][place]['ratio']:.2f}")
+        last = [
+            [json.loads(line) for line in (run.folder / "metrics.jsonl").open() if "seconds" in line] for run in of_name
+        ]
+        cells.append(f"{fmean(lines[-1]['tokens'] for lines in last):,.0f}")
+        cells.append(f"{fmean(lines[-1]['seconds'] for lines in last) / 60:.1f}")
         rows.append("| " + " | ".join(cells) + " |")
     return "\n".join(rows)
 
 
 def plot(runs: list[Run], path: Path) -> None:
+    """alpha of each run, one row for each loss."""
     import matplotlib.pyplot as plt
 
     names = list(dict.fromkeys(run.name for run in runs))
     figure, axes = plt.subplots(1, 2, figsize=(10, 0.4 * len(names) + 1.5), sharey=True)
-    for axis, setting in zip(axes, ("sampled", "greedy"), strict=True):
+    for axis, setting in zip(axes, SETTINGS, strict=True):
         for place, name in enumerate(names):
-            for run in (run for run in runs if run.name == name):
-                figures = run.figures()[setting]
-                low, high = figures["alpha_interval"]
-                axis.plot([low, high], [place, place], color="tab:blue", alpha=0.5)
-                axis.plot(figures["alpha"], place, "o", color="tab:blue")
+            of_name = [run for run in runs if run.name == name]
+            for number, run in enumerate(of_name):
+                found = run.read(setting)
+                height = place + 0.15 * (number - (len(of_name) - 1) / 2)
+                axis.plot(found["alpha_interval"], [height, height], color="tab:blue", alpha=0.5)
+                axis.plot(found["alpha"], height, "o", color="tab:blue", markersize=4)
         axis.set_yticks(range(len(names)), names)
-        axis.set_xlabel(f"alpha, {setting}, with 95% interval over prompts")
+        axis.set_xlabel(f"alpha, {setting}; each seed with its 95% interval over texts")
         axis.grid(axis="x", alpha=0.3)
     axes[0].invert_yaxis()
     figure.tight_layout()
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=120)
 
 
-def _with_interval(figures: list[dict[str, Any]], name: str) -> str:
-    low, high = figures[0][f"{name}_interval"]
-    return f"{fmean(each[name] for each in figures):.3f} ({low:.3f} to {high:.3f})"
+def _with_interval(found: list[dict[str, Any]], name: str) -> str:
+    low, high = found[0][f"{name}_interval"]
+    return f"{fmean(each[name] for each in found):.3f} ({low:.3f} to {high:.3f})"
 
 
 def _call(package: str, *arguments: str) -> None:
