@@ -83,6 +83,20 @@ class KVCache(Cache):
         """Which buffer positions each new token sees, bool [batch, 1, num_tokens, extent]: itself and all before."""
         return (torch.arange(self.extent, device=self.device) <= self.positions.unsqueeze(-1)).unsqueeze(1)
 
+    def begin_with(self, other: "KVCache") -> None:
+        """Let every row, all of them empty, remember what the one row of another cache does."""
+        self.lengths = other.lengths * len(self.lengths)
+        for layer, theirs in zip(self.layers, other.layers, strict=True):
+            assert isinstance(layer, BufferLayer) and isinstance(theirs, BufferLayer)
+            assert theirs.keys is not None and theirs.values is not None
+            keys, values = (
+                states[:, :, : self.lengths[0]].expand(len(self.lengths), -1, -1, -1)
+                for states in (theirs.keys, theirs.values)
+            )
+            layer.lazy_initialization(keys, values)
+            assert layer.keys is not None and layer.values is not None
+            layer.keys[:, :, : self.lengths[0]], layer.values[:, :, : self.lengths[0]] = keys, values
+
     def rollback(self, lengths: list[int]) -> None:
         """Forget all but the first lengths[b] tokens of each row b."""
         assert all(new <= old for new, old in zip(lengths, self.lengths, strict=True))
@@ -90,9 +104,13 @@ class KVCache(Cache):
 
     def select_rows(self, rows: list[int]) -> None:
         """Keep only these rows, in this order."""
-        index = torch.tensor(rows, dtype=torch.long, device=self.device)
         self.lengths = [self.lengths[row] for row in rows]
+        moved = [(place, row) for place, row in enumerate(rows) if place != row]
+        to, origin = torch.tensor(moved, dtype=torch.long, device=self.device).view(-1, 2).unbind(1)
         for layer in self.layers:
             assert isinstance(layer, BufferLayer)
             if layer.keys is not None and layer.values is not None:
-                layer.keys, layer.values = layer.keys[index], layer.values[index]
+                # in place: to copy all rows whenever one ends costs more than the pass
+                if moved:
+                    layer.keys[to], layer.values[to] = layer.keys[origin], layer.values[origin]
+                layer.keys, layer.values = layer.keys[: len(rows)], layer.values[: len(rows)]

@@ -59,6 +59,11 @@ class CachedModel:
 
     def read(self, sequences: list[list[int]]) -> None:
         """Feed what is not in the cache yet of every sequence but for its last token, the first to be asked about."""
+        shared = _shared_beginning([ids[:-1] for ids in sequences])
+        if shared and len(sequences) > 1 and not any(self.lengths):  # a system prompt, which would be read once per row
+            alone = CachedModel(self.model, 1, len(shared))
+            alone.read([[*shared, 0]])
+            self.cache.begin_with(alone.cache)
         pending = [ids[start:-1] for start, ids in zip(self.lengths, sequences, strict=True)]
         counts = list(map(len, pending))
         if width := max(counts):
@@ -97,6 +102,15 @@ class CachedModel:
         # eager attention adds its mask to the scores; a bool one would hide nothing
         lowest = torch.finfo(self.model.dtype).min
         return torch.zeros_like(mask, dtype=self.model.dtype).masked_fill_(~mask, lowest)
+
+
+def _shared_beginning(sequences: list[list[int]]) -> list[int]:
+    """What all sequences begin with."""
+    first, last = min(sequences), max(sequences)  # all others lie between these two
+    length = 0
+    while length < min(len(first), len(last)) and first[length] == last[length]:
+        length += 1
+    return first[:length]
 
 
 def refuse_unsupported_cache(model: PreTrainedModel, capacity: int) -> None:

@@ -55,19 +55,19 @@ class RowNoise:
         """fp32 in [0, 1), in the shape of the keys."""
         return torch.from_numpy((keys >> np.uint64(40)).astype(np.float32) * np.float32(2**-24)).to(self.device)
 
-    def exponentials(self, keys: np.ndarray, token_ids: Tensor) -> Tensor:
+    def exponentials(self, keys: np.ndarray, token_ids: Tensor | range) -> Tensor:
         """Exponential noise with rate 1, which belongs to a key and a token.
 
         Args:
             keys: uint64 [*batch].
-            token_ids: int64, [*batch, columns], or [columns] for the same tokens everywhere.
+            token_ids: int64, [*batch, columns], or [columns] for the same tokens everywhere, or a range from 0.
 
         Returns:
             fp32 [*batch, columns], positive and finite.
         """
         halves = torch.from_numpy(keys.astype(np.uint64)[..., None].view(np.int32)).to(self.device)
         first, second = halves[..., :1], halves[..., 1:] | 1
-        spread = _spread(token_ids) if self.spread is None else self.spread.take(token_ids)
+        spread = self._spread_of(token_ids)
         if spread.ndim > 1 or keys.size <= ROWS_AT_A_TIME:
             return _exponentials(spread, first, second)
         chunks = zip(*(torch.split(half.reshape(-1, 1), ROWS_AT_A_TIME) for half in (first, second)), strict=True)
@@ -75,6 +75,13 @@ class RowNoise:
 
     def select_rows(self, rows: list[int]) -> None:
         self.states = self.states[rows]
+
+    def _spread_of(self, token_ids: Tensor | range) -> Tensor:
+        if isinstance(token_ids, range):
+            if self.spread is not None:
+                return self.spread[: len(token_ids)]
+            token_ids = torch.arange(len(token_ids), device=self.device)
+        return _spread(token_ids) if self.spread is None else self.spread.take(token_ids)
 
 
 @lru_cache(maxsize=8)
@@ -94,11 +101,13 @@ def _spread(token_ids: Tensor) -> Tensor:
 
 def _exponentials(spread: Tensor, first: Tensor, second: Tensor) -> Tensor:
     mixed = (spread ^ first).mul_(second)
-    mixed = (mixed ^ ((mixed >> 15) & 0x1FFFF)).mul_(MIX_2)
-    mixed ^= (mixed >> 16) & 0xFFFF
+    shifted = mixed >> 15
+    mixed = mixed.bitwise_xor_(shifted.bitwise_and_(0x1FFFF)).mul_(MIX_2)
+    torch.bitwise_right_shift(mixed, 16, out=shifted)
+    mixed.bitwise_xor_(shifted.bitwise_and_(0xFFFF))
     # 31 bits, of which small numbers keep them all: it is the short times that decide who is first; without one of
     # them, which a large number would round up to 2^31
-    return (mixed & 0x7FFFFF7F).float().add_(0.5).mul_(-(2**-31)).log1p_().neg_()
+    return mixed.bitwise_and_(0x7FFFFF7F).float().add_(0.5).mul_(-(2**-31)).log1p_().neg_()
 
 
 def _mixed(keys: np.ndarray) -> np.ndarray:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from .completion import Completion
-from .noise import RowNoise
-from .params import SpeculationParams
+from .noise import ROWS_AT_A_TIME, RowNoise
+from .params import SamplingParams, SpeculationParams
 from .penalties import Penalties
 from .sampling import Distribution, LogitsWarper, sample
 from .verify import verify_block, verify_equal, verify_lossy_lenience, verify_lossy_typical, verify_tokenwise
@@ -98,9 +98,18 @@ class BatchSampler:
 
     def draw(self, p: Distribution) -> Tensor:
         """Tokens of a pass without drafted ones: from p [rows, 1, columns] to int64 [rows]."""
-        # as `judge` draws for a row that drafted nothing while its neighbours did
-        follows_seed = np.array(self.follows_seed)[:, None]
-        return self._draw(p, np.where(follows_seed, self.token_keys[:, :1], self.next_keys[:, None])).squeeze(1)
+        return self._draw(p, self._plain_keys()).squeeze(1)
+
+    def choose(self, logits: Tensor) -> Tensor:
+        """`draw` of `distribution`, from logits [rows, 1, vocab] to int64 [rows], a few rows after the other."""
+        if self.penalties:
+            logits = self.penalties(logits, torch.zeros(len(logits), 0, dtype=torch.long, device=self.device))
+        keys, step = self._plain_keys(), self.rows_at_a_time
+        tokens = [
+            self._draw(warper(part), keys[number * step : (number + 1) * step])
+            for number, (warper, part) in enumerate(zip(self.warpers, torch.split(logits, step), strict=True))
+        ]
+        return torch.cat(tokens).squeeze(1)
 
     def judge(
         self, p: Distribution, q: Distribution | None, drafted: Tensor, num_drafted: Tensor
@@ -144,13 +153,27 @@ class BatchSampler:
         self.needs_noise = any(each.temperature for each in params) or bool(self.speculation.draft_temperature)
         self.has_penalties = any(each.has_penalties for each in params)
         self.needs_q = not all(self.follows_seed)
-        temperatures = [each.temperature for each in params]
+        self.warper = self._warper(params)
+        self.draft_warper = self._warper(params, self.speculation.draft_temperature, exact=False)
+        # whole vocabularies of many rows, in fp32 and time and again, would go through memory and not a core's cache
+        self.rows_at_a_time = ROWS_AT_A_TIME if self.device.type == "cpu" else len(params)
+        self.warpers = [self.warper]
+        if len(params) > self.rows_at_a_time:
+            starts = range(0, len(params), self.rows_at_a_time)
+            self.warpers = [self._warper(params[start : start + self.rows_at_a_time]) for start in starts]
+
+    def _warper(
+        self, params: list[SamplingParams], temperature: float | None = None, exact: bool = True
+    ) -> LogitsWarper:
+        temperatures = [each.temperature if temperature is None else temperature for each in params]
         top_k, top_p = [each.top_k for each in params], [each.top_p for each in params]
-        min_p = [each.min_p for each in params]
-        self.warper = LogitsWarper(temperatures, top_k, top_p, min_p, self.device)
-        if (own := self.speculation.draft_temperature) is not None:
-            temperatures = [own] * len(params)
-        self.draft_warper = LogitsWarper(temperatures, top_k, top_p, min_p, self.device, exact=False)
+        return LogitsWarper(temperatures, top_k, top_p, [each.min_p for each in params], self.device, exact)
+
+    def _plain_keys(self) -> np.ndarray:
+        """For the token of a pass without drafted ones: uint64 [rows, 1]."""
+        # as `judge` draws for a row that drafted nothing while its neighbours did
+        follows_seed = np.array(self.follows_seed)[:, None]
+        return np.where(follows_seed, self.token_keys[:, :1], self.next_keys[:, None])
 
     def _judge_equal(
         self, p: Distribution, drafted: Tensor, num_drafted: Tensor, keys: np.ndarray
@@ -186,7 +209,5 @@ class BatchSampler:
         num_columns = weights.probabilities.shape[-1]
         if num_columns == 1 and weights.token_ids is not None:
             return weights.token_ids.squeeze(-1)
-        ids = weights.token_ids
-        if ids is None:
-            ids = torch.arange(num_columns, device=weights.probabilities.device)
+        ids = range(num_columns) if weights.token_ids is None else weights.token_ids
         return sample(weights, self.noise.exponentials(keys, ids))

@@ -245,7 +245,7 @@ def sample(weights: Distribution, exponentials: Float[Tensor, "*batch columns"])
     Returns:
         token ids; a token of weight 0 is never drawn.
     """
-    return weights.tokens((weights.probabilities / exponentials).argmax(dim=-1))
+    return weights.tokens((weights.probabilities / exponentials).max(dim=-1).indices)
 
 
 def _largest(

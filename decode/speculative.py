@@ -138,11 +138,11 @@ class SpeculativeEngine:
             pending = torch.tensor([[ids[-1]] for ids in sequences], device=device)
             logits = target.forward(torch.cat([pending, proposal.tokens], dim=1))
             watch.mark()
-            p = sampler.distribution(logits, proposal.tokens)
             if proposal.tokens.shape[1]:
+                p = sampler.distribution(logits, proposal.tokens)
                 num_accepted, next_tokens = sampler.judge(p, proposal.q, proposal.tokens, proposal.num_drafted)
             else:
-                num_accepted, next_tokens = proposal.num_drafted, sampler.draw(p)
+                num_accepted, next_tokens = proposal.num_drafted, sampler.choose(logits)
             verdicts = torch.stack([num_accepted, proposal.num_drafted, next_tokens], dim=1)
             # the round's only wait for the device: everything the host must know, in one transfer
             results = torch.cat([verdicts, proposal.tokens], dim=1).tolist()
@@ -155,6 +155,7 @@ class SpeculativeEngine:
             round_rows = active
             going = [place for place, row in enumerate(rows) if row.finish_reason is None]
             if len(going) < len(active):
+                going = _with_few_moves(going)
                 active = [active[place] for place in going]
                 sequences = [sequences[place] for place in going]
                 if active:
@@ -189,6 +190,12 @@ def _seeds(completions: list[Completion], streams: list[int] | None) -> tuple[li
     if streams is None:
         streams = [place if row.params.seed is None else 0 for place, row in enumerate(completions)]
     return seeds, streams
+
+
+def _with_few_moves(going: list[int]) -> list[int]:
+    """These ascending places, in an order in which the last ones take the seats of those that are missing."""
+    here, movers = set(going), [place for place in going if place >= len(going)]
+    return [place if place in here else movers.pop() for place in range(len(going))]
 
 
 def _commit(row: Completion, result: list[int]) -> Round:

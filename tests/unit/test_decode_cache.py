@@ -228,6 +228,36 @@ def test_rows_leave_and_change_places(tiny_llama: Callable[..., LlamaForCausalLM
     assert cached.lengths == [7, 3]
 
 
+@torch.inference_mode()
+def test_what_texts_begin_with_is_read_once(
+    tiny_llama: Callable[..., LlamaForCausalLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_llama(vocab_size=VOCAB)
+    texts = [[3, 4, 5, 6], [3, 4, 5, 6], [3, 4, 7, 8, 9, 10]]
+    fed: list[tuple[int, ...]] = []
+    feed = CachedModel._feed
+
+    def counted(cached: CachedModel, tokens: Tensor, *arguments: Any, **named: Any) -> Tensor | None:
+        fed.append(tuple(tokens.shape))
+        return feed(cached, tokens, *arguments, **named)
+
+    monkeypatch.setattr(CachedModel, "_feed", counted)
+    cached = CachedModel(model, 3, CAPACITY)
+    cached.read(texts)
+    assert fed == [(1, 2), (3, 3)]
+    assert cached.lengths == [3, 3, 5]
+    logits = cached.forward(torch.tensor([[text[-1]] for text in texts]))
+    for row, text in enumerate(texts):
+        expected = model(input_ids=torch.tensor([text])).logits[0, -1]
+        torch.testing.assert_close(logits[row, 0], expected, rtol=0, atol=2e-5)
+    fed.clear()
+    cached.read([[*text, 11, 12] for text in texts])  # later, every row has a past of its own
+    assert fed == [(3, 1)]
+    fed.clear()
+    CachedModel(model, 1, CAPACITY).read(texts[:1])
+    assert fed == [(1, 3)]
+
+
 def test_rows_can_leave_before_anything_is_fed(tiny_llama: Callable[..., LlamaForCausalLM]) -> None:
     cached = CachedModel(tiny_llama(), 3, CAPACITY)
     cached.read([[5], [6], [7]])  # one token each: nothing to feed

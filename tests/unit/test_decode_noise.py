@@ -199,6 +199,9 @@ def test_a_token_has_the_same_noise_among_all_and_among_few() -> None:
     keys = rows.keys("token", np.arange(3)[None])
     everything = rows.exponentials(keys, torch.arange(200))
     shared = torch.tensor([5, 199, 0, 77])
+    for knows_vocabulary in (250, 200, None):
+        others = RowNoise([1, 2], [0, 0], CPU, knows_vocabulary)
+        assert torch.equal(others.exponentials(keys, range(200)), everything)
     assert torch.equal(rows.exponentials(keys, shared), everything[..., shared])
     own = torch.randint(200, (2, 3, 9), generator=torch.Generator().manual_seed(0))
     assert torch.equal(rows.exponentials(keys, own), everything.gather(2, own))
