@@ -31,7 +31,7 @@ class RespondConfig:
     output: str
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=1.0, seed=0))
     samples_per_prompt: int = 1
-    batch_size: int = 64
+    batch_size: int = 128
     heldout_fraction: float = 0.1
     dtype: Dtype = "auto"
 

@@ -14,6 +14,9 @@ from .losses import acceptance, block_efficiency, forward_kl, sum_over_chunks, w
 from .objective import Objective
 from .teacher import Batch, Head, TeacherHead, final_hidden_states, hidden_states
 
+# With and without gradients, into the first layer or a later one, for few or many tokens, for each stage's losses.
+COMPILED_VARIANTS = 64
+
 
 @dataclass(frozen=True)
 class Signal:
@@ -91,7 +94,12 @@ class DistillModule(nn.Module):
         self.objective = Objective(config.objective)
         self.config = config
         self.branching = False
-        self._loss = torch.compile(self._loss_of_chunk, dynamic=True) if config.compile else self._loss_of_chunk
+        self._loss = self._loss_of_chunk
+        if config.compile:
+            # torch 2.13 leaves recompile_limit out of the declared overloads
+            self._loss = torch.compile(  # type: ignore[call-overload]
+                self._loss_of_chunk, dynamic=True, recompile_limit=COMPILED_VARIANTS
+            )
         width, device = len(teacher.weight), teacher.weight.device
         ids = torch.arange(width, device=device) if teacher.token_ids is None else teacher.token_ids
         # the draft's column of each of the target's tokens, -1 for none

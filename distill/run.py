@@ -38,7 +38,7 @@ from train.provenance import provenance
 from .branches import refuse_unbranchable
 from .cache import CacheRecord, load_record, load_signal, refuse_cache_of_another_target
 from .config import RunConfig
-from .module import DistillModule
+from .module import COMPILED_VARIANTS, DistillModule
 from .parity import prove_parity, why_unprovable
 from .responses import refuse_responses_of_another_target
 from .size import refuse_full_disk
@@ -249,7 +249,7 @@ def _compile_layers(draft: PreTrainedModel, config: RunConfig, longest: int) -> 
             draft.set_attn_implementation("eager")
     decoder: Any = draft.get_decoder()
     for module in (*decoder.layers, decoder.norm):
-        module.compile(dynamic=True)
+        module.compile(dynamic=True, recompile_limit=COMPILED_VARIANTS)
 
 
 def _choose_trainable(draft: PreTrainedModel, train_embeddings: bool) -> None:

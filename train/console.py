@@ -54,7 +54,12 @@ class Parser(jsonargparse.ArgumentParser):
     ) -> jsonargparse.Namespace:
         """Also takes hyphens for underscores in names of options, and `--flag` for `--flag true`."""
         given = list(sys.argv[1:] if args is None else args)
-        self.command = given[0] if given else None
+        commands = [name for action in self._actions if isinstance(action.choices, dict) for name in action.choices]
+        self.command = next((word for word in given if word in commands), None)
+        if commands and self.command is None and any(word.startswith("--config") for word in given):
+            self.error(
+                f"command: none is given, and the file may have sections for several; add {' or '.join(commands)}"
+            )
         return super().parse_args(list(_spelled_out(given, set(_flags(self)))), *more, **options)
 
     def _plain(self, message: str) -> str:
@@ -127,6 +132,7 @@ def run_commands(
 
     def body() -> None:
         parser = Parser(prog=program, description=description)
+        parser.add_argument("--config", action="config", help="YAML file with a section for each command")
         subcommands = parser.add_subcommands(dest="command")
         for name, (config_class, _, help_text) in commands.items():
             summary = (config_class.__doc__ or "").split("\n")[0]

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("train", "distill", "decode")
 RECIPES = sorted(ROOT.glob("configs/**/*.yaml"))
 
-# configs/<stage>/<name>.yaml: the stage's package and subcommand
+# configs/<stage>/<name>.yaml: the stage's package and subcommand; configs/<name>.yaml: sections for subcommands of distill
 STAGES = {
     "train": ["train"],
     **{stage: ["distill", stage] for stage in ("respond", "build", "cache", "estimate", "run")},
@@ -65,10 +65,30 @@ def test_there_are_recipes() -> None:
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: str(recipe.relative_to(ROOT / "configs")))
 def test_recipe_parses(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert recipe.read_text().startswith("# "), "a recipe's header says hardware, minutes and acceptance"
-    package, *subcommand = STAGES[recipe.parent.name]
-    main = import_module(f"{package}.cli").main
-    assert main([*subcommand, "--config", str(recipe), "--print_config"]) == 0, capsys.readouterr().err
-    assert isinstance(yaml.safe_load(capsys.readouterr().out), dict)
+    if recipe.parent.name == "configs":
+        commands = [["distill", "--config", str(recipe), section] for section in yaml.safe_load(recipe.read_text())]
+    else:
+        commands = [[*STAGES[recipe.parent.name], "--config", str(recipe)]]
+    for package, *command in commands:
+        main = import_module(f"{package}.cli").main
+        assert main([*command, "--print_config"]) == 0, capsys.readouterr().err
+        assert isinstance(yaml.safe_load(capsys.readouterr().out), dict)
+
+
+def test_a_recipe_of_several_commands_does_none_by_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("respond: {target: t, prompts: p, output: r}\nbuild: {target: t, output: b, layers: 3}\n")
+    main = import_module("distill.cli").main
+    assert main(["--config", str(recipe)]) == 2
+    assert (
+        "command: none is given, and the file may have sections for several; add respond or " in capsys.readouterr().err
+    )
+    assert main(["--config", str(recipe), "build", "--layers", "[0, 4]", "--print_config"]) == 0
+    told = yaml.safe_load(capsys.readouterr().out)
+    assert (told["output"], told["layers"]) == ("b", [0, 4])
+    recipe.write_text("biuld: {target: t, output: b}\n")
+    assert main(["--config", str(recipe), "build"]) == 2
+    assert capsys.readouterr().err.startswith("spec-distill: error: unknown key biuld")
 
 
 def test_a_recipe_with_an_unknown_key_does_not_parse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
