@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("train", "distill", "decode")
 RECIPES = sorted(ROOT.glob("configs/**/*.yaml"))
 
-# configs/<stage>/<name>.yaml: the stage's package and subcommand; configs/<name>.yaml: sections for subcommands of distill
+# configs/<stage>/<name>.yaml: the stage's package and subcommand; configs/<name>.yaml has sections for those of distill
 STAGES = {
     "train": ["train"],
     **{stage: ["distill", stage] for stage in ("respond", "build", "cache", "estimate", "run")},
