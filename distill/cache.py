@@ -49,7 +49,7 @@ from .responses import (
     read_record,
     refuse_responses_of_another_target,
 )
-from .teacher import TeacherHead, collate, final_hidden_states
+from .teacher import TeacherHead, collate, compile_layers, compiled, final_hidden_states
 
 logger = logging.getLogger(__name__)
 
@@ -132,6 +132,10 @@ def cache(config: CacheConfig) -> Path:
     refuse_responses_of_another_target(config.responses, name, tokenizer)
     target = load_model(name, config.dtype, "target")
     head = TeacherHead(target)
+    if config.compile:
+        compile_layers(target)
+        head.log_normalizers = compiled(head.log_normalizers)  # type: ignore[method-assign]
+        head.log_probabilities = compiled(head.log_probabilities)  # type: ignore[method-assign]
     record = _record(config, target, head, describe_target(name, tokenizer))
     parts = _parts(folder, splits, PASSES_PER_PART * config.tokens_per_pass)
     _refuse_full_disk(output, record, splits, parts)

@@ -61,6 +61,7 @@ class CacheConfig:
         dtype: of the target; auto keeps the checkpoint's
         chunk_size: tokens whose logits exist at a time
         tokens_per_pass: tokens in one pass of the target, prompts and padding included
+        compile: let torch.compile fuse the target's pass: faster after a wait, with a C++ compiler
     """
 
     responses: str
@@ -72,6 +73,7 @@ class CacheConfig:
     dtype: Dtype = "auto"
     chunk_size: int = 1024
     tokens_per_pass: int = 8192
+    compile: bool = False
 
     def __post_init__(self) -> None:
         """Raises ValueError for a value that cannot be meant."""
@@ -276,7 +278,7 @@ class RunConfig:
         train_embeddings: also train embeddings and head; else they stay as they are
         packing_length: tokens of sequences that texts are packed into, without seeing each other; null pads instead
         chunk_size: tokens whose logits exist at a time
-        compile: let torch.compile fuse the draft's pass and the loss: faster steps after a wait, with a C++ compiler
+        compile: let torch.compile fuse the models' passes and the loss: faster steps after a wait, with a C++ compiler
         measure_speed: measure costs here before training, so that evaluations can predict a speedup
         parity_prompts: held-out prompts that the finished pair decodes, to prove that it accepts what was predicted
         train: how to train; its output will hold pair/

@@ -12,10 +12,7 @@ from .branches import choose_starts, draft_branches, predicting, with_branches
 from .config import RunConfig
 from .losses import acceptance, block_efficiency, forward_kl, sum_over_chunks, with_tail
 from .objective import Objective
-from .teacher import Batch, Head, TeacherHead, final_hidden_states, hidden_states
-
-# With and without gradients, into the first layer or a later one, for few or many tokens, for each stage's losses.
-COMPILED_VARIANTS = 64
+from .teacher import Batch, Head, TeacherHead, compiled, final_hidden_states, hidden_states
 
 
 @dataclass(frozen=True)
@@ -94,12 +91,7 @@ class DistillModule(nn.Module):
         self.objective = Objective(config.objective)
         self.config = config
         self.branching = False
-        self._loss = self._loss_of_chunk
-        if config.compile:
-            # torch 2.13 leaves recompile_limit out of the declared overloads
-            self._loss = torch.compile(  # type: ignore[call-overload]
-                self._loss_of_chunk, dynamic=True, recompile_limit=COMPILED_VARIANTS
-            )
+        self._loss = compiled(self._loss_of_chunk) if config.compile else self._loss_of_chunk
         width, device = len(teacher.weight), teacher.weight.device
         ids = torch.arange(width, device=device) if teacher.token_ids is None else teacher.token_ids
         # the draft's column of each of the target's tokens, -1 for none

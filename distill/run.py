@@ -3,8 +3,6 @@
 import functools
 import json
 import logging
-import os
-import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -38,12 +36,12 @@ from train.provenance import provenance
 from .branches import refuse_unbranchable
 from .cache import CacheRecord, load_record, load_signal, refuse_cache_of_another_target
 from .config import RunConfig
-from .module import COMPILED_VARIANTS, DistillModule
+from .module import DistillModule
 from .parity import prove_parity, why_unprovable
 from .responses import refuse_responses_of_another_target
 from .size import refuse_full_disk
 from .task import DistillTask
-from .teacher import Batch, TeacherHead, collate
+from .teacher import Batch, TeacherHead, collate, compile_layers
 from .texts import Rows, Texts, column, load_texts, without_signal
 
 logger = logging.getLogger(__name__)
@@ -130,7 +128,9 @@ def prepare(config: RunConfig) -> Prepared:
         _refuse_alignment(draft, target, record)
     _choose_trainable(draft, config.train_embeddings)
     if config.compile:
-        _compile_layers(draft, config, min(max(lengths), config.max_length))
+        _choose_attention(draft, config, min(max(lengths), config.max_length))
+        for model in (draft, *([] if record else [target])):
+            compile_layers(model)
     module = DistillModule(draft, teacher, None if record else target, config, frozenset(stop_ids), reference)
     pair.provenance = {**provenance(resolved), "started_from": pair.provenance}
     pair.sampling = {"temperature": config.temperature}
@@ -232,24 +232,10 @@ def _refuse_alignment(draft: PreTrainedModel, target: PreTrainedModel, record: C
         raise ValueError("alignment_weight: the responses keep the teacher's likeliest tokens, no hidden states; use 0")
 
 
-def _compile_layers(draft: PreTrainedModel, config: RunConfig, longest: int) -> None:
-    """One program for all layers, whatever the number and length of texts; it is made in the first steps.
-
-    Raises:
-        ValueError: there is nothing to make it with.
-    """
-    if draft.device.type == "cpu":
-        compiler = os.environ.get("CXX", "g++")
-        if shutil.which(compiler) is None:
-            raise ValueError(
-                f"compile: true needs a C++ compiler, and there is no {compiler}; install one, or use false"
-            )
-        if config.packing_length is None and longest <= EAGER_ATTENTION_TOKENS:
-            logger.info("attention is computed in the open (eager), which is faster than fused for texts this short")
-            draft.set_attn_implementation("eager")
-    decoder: Any = draft.get_decoder()
-    for module in (*decoder.layers, decoder.norm):
-        module.compile(dynamic=True, recompile_limit=COMPILED_VARIANTS)
+def _choose_attention(draft: PreTrainedModel, config: RunConfig, longest: int) -> None:
+    if draft.device.type == "cpu" and config.packing_length is None and longest <= EAGER_ATTENTION_TOKENS:
+        logger.info("attention is computed in the open (eager), which is faster than fused for texts this short")
+        draft.set_attn_implementation("eager")
 
 
 def _choose_trainable(draft: PreTrainedModel, train_embeddings: bool) -> None:

@@ -1,12 +1,19 @@
 """Texts to batches, models to hidden states, hidden states to logits and log-probabilities."""
 
-from typing import Any
+import os
+import shutil
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 Batch = dict[str, Tensor]
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+# Programs of one function: with and without gradients, into the first layer or a later one, for few or many tokens, …
+COMPILED_VARIANTS = 64
 
 
 class Head:
@@ -139,3 +146,26 @@ def hidden_states(model: PreTrainedModel, batch: Batch) -> Tensor:
 def final_hidden_states(model: PreTrainedModel, batch: Batch) -> Tensor:
     """What enters the head where a response token is predicted, [tokens, hidden], in the order of `collate`."""
     return hidden_states(model, batch)[batch["predicts"]]
+
+
+def compile_layers(model: PreTrainedModel) -> None:
+    """One program for all layers, whatever the number and length of texts; it is made when they are first used.
+
+    Raises:
+        ValueError: there is nothing to make it with.
+    """
+    compiler = os.environ.get("CXX", "g++")
+    if model.device.type == "cpu" and shutil.which(compiler) is None:
+        raise ValueError(f"compile: true needs a C++ compiler, and there is no {compiler}; install one, or use false")
+    decoder: Any = model.get_decoder()
+    for module in (*decoder.layers, decoder.norm):
+        module.compile(dynamic=True, recompile_limit=COMPILED_VARIANTS)
+
+
+def compiled(function: Function) -> Function:
+    """The same, as one program for all shapes."""
+    # torch 2.13 leaves recompile_limit out of the declared overloads
+    program: Function = torch.compile(  # type: ignore[call-overload]
+        function, dynamic=True, recompile_limit=COMPILED_VARIANTS
+    )
+    return program

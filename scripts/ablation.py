@@ -167,9 +167,10 @@ def plot(runs: list[Run], path: Path) -> None:
                 axis.plot(found["alpha_interval"], [height, height], color="tab:blue", alpha=0.5)
                 axis.plot(found["alpha"], height, "o", color="tab:blue", markersize=4)
         axis.set_yticks(range(len(names)), names)
-        axis.set_xlabel(f"alpha, {setting}; each seed with its 95% interval over texts")
+        axis.set_xlabel(f"alpha, {setting}")
         axis.grid(axis="x", alpha=0.3)
     axes[0].invert_yaxis()
+    figure.suptitle("Each seed, with its 95% interval over texts")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 
