@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers.utils import logging as logging_of_transformers
 
 from .files import write_json
 
@@ -98,7 +99,7 @@ class Pair:
 
 
 def load_model(
-    name: str, dtype: Dtype = "auto", role: str = "model", device_name: str | None = None
+    name: str, dtype: Dtype = "auto", role: str = "model", device_name: str | None = None, layers: bool = True
 ) -> PreTrainedModel:
     """Load a causal language model, in eval mode, on the accelerator if there is one.
 
@@ -107,6 +108,7 @@ def load_model(
         dtype: "auto" keeps the checkpoint's.
         role: what to call it in messages.
         device_name: where to put it instead, such as "cpu" or "cuda:1".
+        layers: False for its embeddings and head alone, which is all that is read.
 
     Raises:
         ValueError: there is no such model, or no such device.
@@ -119,14 +121,22 @@ def load_model(
         except (RuntimeError, AssertionError) as error:
             reason = str(error).split("\n")[0]
             raise ValueError(f"device of {role}: {device_name!r} is not one of this machine: {reason}") from error
+    verbosity = logging_of_transformers.get_verbosity()
+    if not layers:
+        logging_of_transformers.set_verbosity_error()  # or it would list all that is not read
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, output_loading_info=True)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            name, dtype=dtype, output_loading_info=True, **({} if layers else {"num_hidden_layers": 0})
+        )
     except NOT_LOADABLE as error:
         raise _not_loadable(name, role, error) from error
+    finally:
+        logging_of_transformers.set_verbosity(verbosity)
     model: PreTrainedModel = loaded[0]
     if missing := sorted(loaded[1]["missing_keys"]):
         raise ValueError(f"{role} {name}: lacks {len(missing)} of its weights, such as {missing[0]}; get it anew")
-    logger.info("%s %s: %s on %s", role, name, str(model.dtype).removeprefix("torch."), device)
+    what = name if layers else f"{name}, head only"
+    logger.info("%s %s: %s on %s", role, what, str(model.dtype).removeprefix("torch."), device)
     nn.Module.to(model, device)
     model.eval().requires_grad_(False)
     return model

@@ -101,13 +101,14 @@ def prepare(config: RunConfig) -> Prepared:
     resolved = asdict(config)
     RunFolder(Path(config.train.output), "pair").check(resolved)  # before anything is written there
     costs = _costs(config, target_name)
-    target = load_model(target_name, role="target")
+    # of a kept signal only the head is wanted: a target that fits nowhere here can teach
+    target = load_model(target_name, role="target", layers=record is None)
     draft = load_model(draft_name, "float32", "draft")
     reference = _reference(config)
     _refuse_unknown_tokens(texts, [target, draft])
     if config.packing_length is not None:
-        refuse_unpackable(target)
-        refuse_unpackable(draft)
+        for model in (draft, *([] if record else [target])):
+            refuse_unpackable(model)
     if config.branches.share:
         refuse_unbranchable(target, "target")
         refuse_unbranchable(draft, "draft")

@@ -301,6 +301,24 @@ def test_the_target_is_no_part_of_the_module(distill_folders: dict[str, Path], c
         assert prepare(configure_run(teacher="cached", responses=distill_folders[kind])).task.module._frozen[0] is None
 
 
+def test_of_a_kept_signal_the_targets_layers_are_not_loaded(
+    distill_folders: dict[str, Path], configure_run: Configure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: dict[str, int] = {}
+
+    def look(*arguments: Any, **options: Any) -> PreTrainedModel:
+        model = load_model(*arguments, **options)
+        loaded[options.get("role", "draft")] = len(model.get_decoder().layers)
+        return model
+
+    monkeypatch.setattr(run, "load_model", look)
+    for kind in KINDS:
+        prepare(configure_run(responses=distill_folders[kind], teacher="cached"))
+        assert loaded["target"] == 0
+    prepare(configure_run())
+    assert loaded["target"] > 0  # the control: a pass of the target needs them
+
+
 def test_rows_and_their_lengths(configure_run: Configure) -> None:
     prepared = prepare(configure_run())
     assert prepared.lengths == [len(row["input_ids"]) for row in prepared.rows]
