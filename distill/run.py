@@ -104,10 +104,11 @@ def prepare(config: RunConfig) -> Prepared:
     # of a kept signal only the head is wanted: a target that fits nowhere here can teach
     target = load_model(target_name, role="target", layers=record is None)
     draft = load_model(draft_name, "float32", "draft")
+    passing = [draft] if record else [draft, target]  # those that texts go through
     reference = _reference(config)
     _refuse_unknown_tokens(texts, [target, draft])
     if config.packing_length is not None:
-        for model in (draft, *([] if record else [target])):
+        for model in passing:
             refuse_unpackable(model)
     if config.branches.share:
         refuse_unbranchable(target, "target")
@@ -130,7 +131,7 @@ def prepare(config: RunConfig) -> Prepared:
     _choose_trainable(draft, config.train_embeddings)
     if config.compile:
         _choose_attention(draft, config, min(max(lengths), config.max_length))
-        for model in (draft, *([] if record else [target])):
+        for model in passing:
             compile_layers(model)
     module = DistillModule(draft, teacher, None if record else target, config, frozenset(stop_ids), reference)
     pair.provenance = {**provenance(resolved), "started_from": pair.provenance}

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 Batch = dict[str, Tensor]
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -158,7 +159,12 @@ def compile_layers(model: PreTrainedModel) -> None:
     if model.device.type == "cpu" and shutil.which(compiler) is None:
         raise ValueError(f"compile: true needs a C++ compiler, and there is no {compiler}; install one, or use false")
     decoder: Any = model.get_decoder()
-    for module in (*decoder.layers, decoder.norm):
+    layers = [module for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise ValueError(
+            f"compile: model type {model.config.model_type!r} has no layers that are known here; use false"
+        )
+    for module in (*layers, *([decoder.norm] if hasattr(decoder, "norm") else [])):
         module.compile(dynamic=True, recompile_limit=COMPILED_VARIANTS)
 
 

@@ -56,7 +56,7 @@ class Parser(jsonargparse.ArgumentParser):
         given = list(sys.argv[1:] if args is None else args)
         commands = [name for action in self._actions if isinstance(action.choices, dict) for name in action.choices]
         self.command = next((word for word in given if word in commands), None)
-        if commands and self.command is None and any(word.startswith("--config") for word in given):
+        if commands and self.command is None and given[:1] and given[0].startswith("--config"):
             self.error(
                 f"command: none is given, and the file may have sections for several; add {' or '.join(commands)}"
             )
