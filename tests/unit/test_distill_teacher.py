@@ -23,7 +23,7 @@ from transformers import (
 
 from decode.params import SamplingParams
 from decode.plain import PlainDecoder
-from distill.teacher import Head, TeacherHead, collate, final_hidden_states, hidden_states
+from distill.teacher import Head, TeacherHead, collate, compile_layers, final_hidden_states, hidden_states
 
 VOCAB = 60
 SHAPE = {
@@ -211,3 +211,15 @@ def test_logits_made_in_an_unknown_way_are_refused(tiny_llama: Callable[..., Lla
         TeacherHead(model)
     with pytest.raises(ValueError, match=r"^draft: model type 'llama' makes its logits .* use another draft"):
         Head(model, role="draft")
+
+
+# 2026-11: torch 2.13 warns of itself while it compiles
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@torch.no_grad()
+def test_layers_are_compiled_whatever_a_model_calls_them() -> None:
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=40, n_embd=32, n_layer=2, n_head=4)).eval()
+    ids = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    expected = model(ids).logits
+    compile_layers(model)
+    assert all(layer._compiled_call_impl is not None for layer in model.get_decoder().h)
+    torch.testing.assert_close(model(ids).logits, expected)
