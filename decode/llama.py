@@ -2,7 +2,8 @@
 
 A pass over a few tokens is bounded by reading the weights, and the time it takes beyond that goes into starting
 operations. So projections of the same input are fused, rotary tables are computed once, norms and residuals are one
-operation each, and on CPUs with bf16 matrix units the weights are stored in the layout that those want.
+operation each, and on CPUs with bf16 matrix units the weights are stored in the layout that those want. Where there is
+a C++ compiler too, a pass over a few tokens is one call of C++ (native.py).
 """
 
 import logging
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .cache import KVCache
+from .native import MAX_TOKENS, native_forward
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +106,9 @@ class LlamaForward:
         backbone: Any = model.get_decoder()
         self.embed = backbone.embed_tokens
         self.head = model.get_output_embeddings()
-        fused = _may_copy(model)
+        may_copy = _may_copy(model)
+        self.native = native_forward(model) if may_copy else None
+        fused = may_copy and self.native is None  # long inputs alone come here then, and one copy is enough
         packed = fused and _can_pack(model)
         self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -122,8 +126,14 @@ class LlamaForward:
             cache: has made room for the tokens.
             with_logits: False only fills the cache.
         """
+        self._extend_rotary_tables(cache.capacity)
+        if self.native and tokens.shape[1] <= MAX_TOKENS:
+            hidden, logits = self.native(tokens, cache, self.cos, self.sin, with_logits)
+            if with_logits:
+                self._show(hidden)
+            return logits
         hidden = self.embed(tokens)
-        cos, sin = self._rotary_tables(positions, cache.capacity)
+        cos, sin = self.cos[positions].unsqueeze(2), self.sin[positions].unsqueeze(2)
         bias = None
         if tokens.shape[1] > 1 or cache.common_start is None:
             mask = cache.attention_mask()
@@ -150,18 +160,21 @@ class LlamaForward:
         if not with_logits:
             return None
         hidden = F.rms_norm(hidden, (hidden.shape[-1],), self.norm, self.norm_eps)
-        for look in self.head._forward_pre_hooks.values():
-            look(self.head, (hidden,))
+        self._show(hidden)
         return self.project_head(hidden)
 
-    def _rotary_tables(self, positions: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
-        """cos and sin at these positions, [rows, n, 1, head_dim]; sin carries the sign of the half it multiplies."""
+    def _show(self, hidden: Tensor) -> None:
+        """Let those who hooked into the head see what enters it, [rows, n, hidden]."""
+        for look in self.head._forward_pre_hooks.values():
+            look(self.head, (hidden,))
+
+    def _extend_rotary_tables(self, capacity: int) -> None:
+        """cos and sin of all places, [capacity, head_dim]; sin carries the sign of the half it multiplies."""
         if len(self.cos) < capacity:
-            places = torch.arange(capacity, device=positions.device).unsqueeze(0)
+            places = torch.arange(capacity, device=self.cos.device).unsqueeze(0)
             cos, sin = self.rotary(self.cos, places)
             half = self.head_dim // 2
             self.cos, self.sin = cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)
-        return self.cos[positions].unsqueeze(2), self.sin[positions].unsqueeze(2)
 
 
 class _Layer:

@@ -1,0 +1,230 @@
+"""A Llama-like model's pass over a few tokens in one call of C++, on CPUs with bf16 matrix units.
+
+torch starts some three hundred operations for a pass, each of them on all cores. native.cpp does the same in one
+parallel region, at the speed at which the weights are read.
+"""
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from .cache import BufferLayer, KVCache
+
+logger = logging.getLogger(__name__)
+
+# of a row in a pass: attention over many new tokens is torch's strength
+MAX_TOKENS = 128
+SOURCE = Path(__file__).with_name("native.cpp")
+FLAGS = ["-std=c++17", "-O3", "-shared", "-fPIC", "-fopenmp", "-mfma"]
+FLAGS += [f"-m{name}" for name in ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512bf16", "amx-tile", "amx-bf16")]
+BLOCK = 32  # what inputs and outputs must be multiples of
+
+Address = ctypes.c_void_p
+Size = ctypes.c_int64
+
+
+class _Matrix(ctypes.Structure):
+    _fields_ = (("packed", Address), ("bias", Address), ("num_outputs", Size), ("num_inputs", Size))
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        *((name, Address) for name in ("input_norm", "post_norm", "query_norm", "key_norm")),
+        *((name, _Matrix) for name in ("qkv", "output", "gate_up", "down")),
+    )
+
+
+class _Model(ctypes.Structure):
+    _fields_ = (
+        *((name, Address) for name in ("layers", "embedding", "norm")),
+        ("head", _Matrix),
+        *((name, Size) for name in ("num_layers", "hidden_size", "intermediate_size")),
+        *((name, Size) for name in ("num_heads", "num_kv_heads", "head_dim")),
+        *((name, ctypes.c_float) for name in ("norm_eps", "query_key_norm_eps")),
+    )
+
+
+class Unavailable(Exception):
+    """Why a model, or this machine, has to do without."""
+
+
+def native_forward(model: PreTrainedModel) -> "NativeForward | None":
+    """The pass for a Llama-like model; None where it has to do without, with the reason logged."""
+    try:
+        _refuse(model)
+        return NativeForward(model, _library())
+    except Unavailable as reason:
+        logger.info("decoding without the C++ pass: %s", reason)
+        return None
+
+
+def _refuse(model: PreTrainedModel) -> None:
+    if model.device.type != "cpu" or model.dtype != torch.bfloat16:
+        raise Unavailable(f"it is made for bfloat16 on CPUs, and this is {model.dtype} on {model.device.type}")
+    config = model.config.get_text_config()
+    for name in ("hidden_size", "intermediate_size"):
+        if getattr(config, name) % BLOCK:
+            raise Unavailable(f"{name} {getattr(config, name)} is no multiple of {BLOCK}")
+    if _head_dim(config) % BLOCK:
+        raise Unavailable(f"head_dim {_head_dim(config)} is no multiple of {BLOCK}")
+    if any(weight.dtype != torch.bfloat16 for weight in model.parameters()):
+        raise Unavailable("not all of its weights are bfloat16")
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    """native.cpp, compiled once a machine and kept in the user's cache folder.
+
+    Raises:
+        Unavailable: no such processor or compiler, or a folder that cannot be written to.
+    """
+    if platform.system() != "Linux" or platform.machine() not in ("x86_64", "AMD64"):
+        raise Unavailable(f"it is made for Linux on x86-64, and this is {platform.system()} on {platform.machine()}")
+    if not (torch.cpu._is_avx512_bf16_supported() and torch.cpu._is_amx_tile_supported()):
+        raise Unavailable("this processor has no bf16 matrix units (AVX-512 BF16 and AMX)")
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        raise Unavailable(f"there is no C++ compiler {compiler}")
+    key = hashlib.sha256(SOURCE.read_bytes() + " ".join([compiler, *FLAGS]).encode()).hexdigest()[:16]
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "draftsmith"
+    path = folder / f"native-{key}.so"
+    try:
+        if not path.is_file():
+            _compile(compiler, path)
+        library = ctypes.CDLL(str(path))
+    except (OSError, subprocess.CalledProcessError) as error:
+        said = getattr(error, "stderr", None) or str(error)
+        raise Unavailable(f"compiling it failed: {said.strip().splitlines()[0]}") from error
+    library.request_tiles.restype = Size
+    if library.request_tiles():
+        raise Unavailable("the system does not grant the use of matrix units")
+    return library
+
+
+def _compile(compiler: str, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # several processes may be at it
+        made = Path(folder) / path.name
+        subprocess.run([compiler, *FLAGS, str(SOURCE), "-o", str(made)], check=True, capture_output=True, text=True)
+        made.replace(path)
+
+
+def _head_dim(config: Any) -> int:
+    return getattr(config, "head_dim", None) or int(config.hidden_size // config.num_attention_heads)
+
+
+class NativeForward:
+    """The pass; weights are read, and packed beside the model's own, when it is built.
+
+    Args:
+        model: Llama-like, bfloat16, with sizes that are multiples of BLOCK.
+        library: native.cpp.
+    """
+
+    def __init__(self, model: PreTrainedModel, library: ctypes.CDLL) -> None:
+        config = model.config.get_text_config()
+        backbone: Any = model.get_decoder()
+        self.library = library
+        self.kept: list[Tensor] = []  # what C++ knows by address
+        self.vocab_size = model.get_output_embeddings().out_features
+        self.hidden_size, self.head_dim = config.hidden_size, _head_dim(config)
+        self.num_kv_heads = config.num_key_value_heads
+        self.layers = (_Layer * len(backbone.layers))(*[self._layer(layer) for layer in backbone.layers])
+        first = backbone.layers[0].self_attn
+        self.model = _Model(
+            layers=ctypes.addressof(self.layers),
+            embedding=self._address(backbone.embed_tokens.weight),
+            norm=self._address(backbone.norm.weight),
+            head=self._matrix([model.get_output_embeddings()]),
+            num_layers=len(backbone.layers),
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=self.head_dim,
+            norm_eps=backbone.norm.variance_epsilon,
+            query_key_norm_eps=first.q_norm.variance_epsilon if hasattr(first, "q_norm") else 0.0,
+        )
+
+    def __call__(
+        self, tokens: Tensor, cache: KVCache, cos: Tensor, sin: Tensor, with_logits: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """What enters the head, [rows, n, hidden], and logits [rows, n, vocab], after tokens, int64 [rows, n].
+
+        Args:
+            tokens: of which the cache has made room.
+            cache: their keys and values are added to it.
+            cos, sin: bf16 [capacity, head_dim] rotary tables; sin carries the sign of the half it multiplies.
+            with_logits: False leaves the head out.
+        """
+        shape = tokens.shape
+        rows = torch.arange(shape[0]).repeat_interleave(shape[1])
+        tokens, places = tokens.contiguous(), cache.positions.contiguous()
+        keys, values = (Address * len(cache.layers))(), (Address * len(cache.layers))()
+        for index, layer in enumerate(cache.layers):
+            assert isinstance(layer, BufferLayer)
+            if not layer.is_initialized:
+                empty = torch.empty(shape[0], self.num_kv_heads, 0, self.head_dim, dtype=torch.bfloat16)
+                layer.lazy_initialization(empty, empty)
+            assert layer.keys is not None and layer.values is not None
+            keys[index], values[index] = layer.keys.data_ptr(), layer.values.data_ptr()
+        last = torch.empty(*shape, self.hidden_size, dtype=torch.bfloat16)
+        logits = torch.empty(*shape, self.model.head.num_outputs, dtype=torch.bfloat16) if with_logits else None
+        self.library.forward(
+            ctypes.byref(self.model),
+            keys,
+            values,
+            Size(cache.capacity),
+            Size(tokens.numel()),
+            *(Address(tensor.data_ptr()) for tensor in (tokens, rows, places, cos, sin, last)),
+            Address(None if logits is None else logits.data_ptr()),
+            Size(torch.get_num_threads()),
+        )
+        return last, None if logits is None else logits[..., : self.vocab_size]
+
+    def _layer(self, layer: Any) -> _Layer:
+        attention, mlp = layer.self_attn, layer.mlp
+        norms = {"input_norm": layer.input_layernorm, "post_norm": layer.post_attention_layernorm}
+        if hasattr(attention, "q_norm"):
+            norms |= {"query_norm": attention.q_norm, "key_norm": attention.k_norm}
+        return _Layer(
+            **{name: self._address(norm.weight) for name, norm in norms.items()},
+            qkv=self._matrix([attention.q_proj, attention.k_proj, attention.v_proj]),
+            output=self._matrix([attention.o_proj]),
+            gate_up=self._matrix([mlp.gate_proj, mlp.up_proj], interleave=True),
+            down=self._matrix([mlp.down_proj]),
+        )
+
+    def _matrix(self, linears: list[nn.Linear], interleave: bool = False) -> _Matrix:
+        """Linear layers of one input side by side, or their blocks of 16 outputs in turn; outputs padded to BLOCK."""
+
+        def joined(parts: list[Tensor]) -> Tensor:
+            if interleave:
+                blocks = torch.stack([part.reshape(-1, 16, *part.shape[1:]) for part in parts], dim=1)
+                return blocks.flatten(0, 2)
+            whole = torch.cat(parts)
+            return torch.cat([whole, whole.new_zeros(-len(whole) % BLOCK, *whole.shape[1:])])
+
+        weight = joined([linear.weight.detach() for linear in linears])
+        packed = weight.view(-1, 16, weight.shape[1] // 2, 2).transpose(1, 2)
+        bias = None
+        if linears[0].bias is not None:
+            bias = self._address(joined([linear.bias.detach().float() for linear in linears]))
+        return _Matrix(packed=self._address(packed), bias=bias, num_outputs=len(weight), num_inputs=weight.shape[1])
+
+    def _address(self, tensor: Tensor) -> int:
+        tensor = tensor.detach().contiguous()
+        self.kept.append(tensor)
+        return tensor.data_ptr()

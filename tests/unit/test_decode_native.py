@@ -1,0 +1,236 @@
+"""The C++ pass says what the others say, in bfloat16, and steps aside where it must."""
+
+import copy
+import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+import decode.native
+from decode.llama import LlamaForward
+from decode.model import CachedModel
+from decode.native import MAX_TOKENS, Unavailable, native_forward
+
+Build = Callable[..., LlamaForCausalLM]
+SHAPE: dict[str, Any] = dict(
+    vocab_size=150,  # no multiple of anything
+    hidden_size=96,
+    intermediate_size=160,
+    num_hidden_layers=3,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    max_position_embeddings=512,
+    initializer_range=0.15,
+)
+
+
+def available() -> bool:
+    try:
+        decode.native._library()
+    except Unavailable:
+        return False
+    return True
+
+
+needs_units = pytest.mark.skipif(not available(), reason="needs a compiler and a CPU with bf16 matrix units")
+
+
+def build(name: str, tiny_llama: Build) -> PreTrainedModel:
+    """A bfloat16 model whose norms and biases are not ones and zeros, which would hide that they were forgotten."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        if name == "llama":
+            llama = {key: value for key, value in SHAPE.items() if key not in ("num_hidden_layers", "vocab_size")}
+            llama |= dict(head_dim=32, attention_bias=True, mlp_bias=True, tie_word_embeddings=True)
+            model: PreTrainedModel = tiny_llama(num_layers=3, **llama)
+        elif name == "qwen2":
+            model = Qwen2ForCausalLM(Qwen2Config(**SHAPE | dict(num_attention_heads=3, num_key_value_heads=3)))
+        else:
+            model = Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=64))
+        with torch.no_grad():
+            for weight in model.parameters():
+                if weight.ndim == 1:
+                    weight += 0.3 * torch.randn(weight.shape)
+    return model.bfloat16().eval()
+
+
+def with_and_without(model: PreTrainedModel, num_rows: int, capacity: int) -> tuple[CachedModel, CachedModel]:
+    native, plain = (CachedModel(model, num_rows, capacity) for _ in range(2))
+    assert native.fast is not None and native.fast.native is not None
+    plain.fast = None
+    return native, plain
+
+
+def error(found: torch.Tensor, truth: torch.Tensor) -> float:
+    return float((found.float() - truth).square().mean().sqrt())
+
+
+@needs_units
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+@torch.inference_mode()
+def test_it_is_as_near_to_the_truth_as_transformers(name: str, tiny_llama: Build) -> None:
+    model = build(name, tiny_llama)
+    precise = copy.deepcopy(model).float()
+    texts = torch.arange(3 * 60).reshape(3, 60) % 140
+    native, plain = with_and_without(model, 3, 60)
+    start = 0
+    # one register of sums a token up to four, tiles of sixteen from five on, the last one half empty
+    for width in (1, 2, 3, 4, 5, 16, 29):
+        tokens = texts[:, start : start + width]
+        start += width
+        truth = precise(input_ids=texts[:, :start]).logits[:, -width:]
+        errors = [error(cached.forward(tokens), truth) for cached in (native, plain)]
+        assert 0 < errors[0] < 1.2 * errors[1], width
+        # a mistake would be of the size of the logits themselves
+        assert errors[0] < 0.1 * float(truth.std())
+    for mine, theirs in zip(native.cache.layers, plain.cache.layers, strict=True):
+        assert error(mine.keys, theirs.keys.float()) < 0.05 * float(theirs.keys.float().std())
+        assert error(mine.values, theirs.values.float()) < 0.05 * float(theirs.values.float().std())
+
+
+@needs_units
+@torch.inference_mode()
+def test_rows_of_different_lengths_do_not_see_each_other(tiny_llama: Build) -> None:
+    model = build("llama", tiny_llama)
+    texts = [[5, 6, 7, 8, 9, 10, 11], [12, 13], [14, 15, 16, 17]]
+    together, _ = with_and_without(model, 3, 40)
+    together.read(texts)
+    tokens = torch.tensor([[20, 21], [22, 23], [24, 25]])
+    found = together.forward(tokens)
+    together.rollback([len(text) for text in texts])  # all but the last token of each
+    again = together.forward(tokens[:, 1:])
+    for row, text in enumerate(texts):
+        alone, _ = with_and_without(model, 1, 40)
+        alone.read([text])
+        expected = alone.forward(tokens[row : row + 1])
+        torch.testing.assert_close(found[row], expected[0], atol=0.03, rtol=0.03)
+        torch.testing.assert_close(again[row], expected[0, 1:], atol=0.03, rtol=0.03)
+    together.select_rows([2, 1])
+    kept = together.forward(torch.tensor([[26], [27]]))
+    alone.forward(torch.tensor([[26]]))  # of the last row, which is the first now
+    alone.rollback([len(texts[2]) + 1])
+    torch.testing.assert_close(kept[0], alone.forward(torch.tensor([[26]]))[0], atol=0.03, rtol=0.03)
+
+
+@needs_units
+@torch.inference_mode()
+def test_long_inputs_are_left_to_torch_and_share_the_cache(tiny_llama: Build) -> None:
+    model = build("qwen2", tiny_llama)
+    text = torch.arange(MAX_TOKENS + 20).remainder(140).unsqueeze(0)
+    nexts = torch.tensor([[3, 4, 5]])
+    truth = copy.deepcopy(model).float()(input_ids=torch.cat([text, nexts], dim=1)).logits[:, -3:]
+    whole, plain = with_and_without(model, 1, 300)
+    pieces, _ = with_and_without(model, 1, 300)
+    for cached in (whole, plain):
+        cached.forward(text)
+    for start in range(0, text.shape[1], 50):
+        pieces.forward(text[:, start : start + 50])
+    errors = [error(cached.forward(nexts), truth) for cached in (whole, pieces, plain)]
+    assert max(errors[:2]) < 1.3 * errors[2] < 0.1 * float(truth.std())
+
+
+@needs_units
+@torch.inference_mode()
+def test_threads_share_the_work(tiny_llama: Build) -> None:
+    model = build("qwen3", tiny_llama)
+    native, _ = with_and_without(model, 2, 40)
+    tokens = torch.arange(14).reshape(2, 7)
+    alone = native.forward(tokens)
+    native.rollback([0, 0])
+    torch.set_num_threads(2)
+    assert torch.equal(native.forward(tokens), alone)
+
+
+@needs_units
+@torch.inference_mode()
+def test_who_looks_at_what_enters_the_head_sees_it(tiny_llama: Build) -> None:
+    model = build("llama", tiny_llama)
+    native, _ = with_and_without(model, 1, 8)
+    seen: list[torch.Tensor] = []
+    hook = model.get_output_embeddings().register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    logits = native.forward(torch.tensor([[5, 6, 7]]))
+    hook.remove()
+    torch.testing.assert_close(model.get_output_embeddings()(seen[0]), logits, atol=0.02, rtol=0.02)
+
+
+@needs_units
+def test_odd_sizes_and_other_types_do_without(tiny_llama: Build, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    reasons = []
+    for model in (
+        tiny_llama(hidden_size=64),
+        tiny_llama(hidden_size=48).bfloat16(),
+        tiny_llama(hidden_size=64, num_attention_heads=4).bfloat16(),
+        tiny_llama(hidden_size=64, num_attention_heads=2, intermediate_size=100).bfloat16(),
+    ):
+        assert native_forward(model) is None
+        reasons.append(caplog.messages[-1].removeprefix("decoding without the C++ pass: "))
+    assert reasons == [
+        "it is made for bfloat16 on CPUs, and this is torch.float32 on cpu",
+        "hidden_size 48 is no multiple of 32",
+        "head_dim 16 is no multiple of 32",
+        "intermediate_size 100 is no multiple of 32",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("variables", "reason"),
+    [
+        ({"CXX": "no-such-compiler"}, "there is no C.. compiler no-such-compiler"),
+        ({"CXX": "false"}, "compiling it failed: .*false"),
+        ({"XDG_CACHE_HOME": "/dev/null"}, "compiling it failed: .*/dev/null"),
+    ],
+)
+@needs_units
+@torch.inference_mode()
+def test_without_a_compiler_or_a_folder_torch_does_it(
+    variables: dict[str, str],
+    reason: str,
+    tiny_llama: Build,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(decode.native, "_library", decode.native._library.__wrapped__)
+    model, tokens = build("llama", tiny_llama), torch.tensor([[5, 6, 7]])
+    cached = CachedModel(model, 1, 8)
+    assert isinstance(cached.fast, LlamaForward) and cached.fast.native is None
+    (message,) = [message for message in caplog.messages if "C++ pass" in message]
+    assert re.search(reason, message)
+    expected = model(input_ids=tokens).logits.float()
+    assert error(cached.forward(tokens), expected) < 0.05 * float(expected.std())
+
+
+@needs_units
+def test_it_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    decode.native._library.__wrapped__()
+    (made,) = (tmp_path / "draftsmith").iterdir()  # and nothing half-made beside it
+    monkeypatch.setattr(decode.native, "_compile", None)  # would be called in vain
+    decode.native._library.__wrapped__()
+    assert made.suffix == ".so"
+
+
+def test_a_head_with_fewer_rows_than_a_block(tiny_llama: Build) -> None:
+    if not available():
+        pytest.skip("needs a compiler and a CPU with bf16 matrix units")
+    model = build("llama", tiny_llama)
+    model.set_output_embeddings(nn.Linear(96, 7, bias=False).bfloat16())
+    with torch.inference_mode():
+        logits = with_and_without(model, 1, 8)[0].forward(torch.tensor([[5]]))
+        torch.testing.assert_close(logits, model(input_ids=torch.tensor([[5]])).logits, atol=0.03, rtol=0.03)
