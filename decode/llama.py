@@ -3,7 +3,7 @@
 A pass over a few tokens is bounded by reading the weights, and the time it takes beyond that goes into starting
 operations. So projections of the same input are fused, rotary tables are computed once, norms and residuals are one
 operation each, and on CPUs with bf16 matrix units the weights are stored in the layout that those want. Where there is
-a C++ compiler too, a pass over a few tokens is one call of C++ (native.py).
+a C++ compiler too, the whole pass is one call of C++ (native.py).
 """
 
 import logging
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .cache import KVCache
-from .native import MAX_TOKENS, native_forward
+from .native import native_forward
 
 logger = logging.getLogger(__name__)
 
@@ -108,15 +108,15 @@ class LlamaForward:
         self.head = model.get_output_embeddings()
         may_copy = _may_copy(model)
         self.native = native_forward(model) if may_copy else None
-        fused = may_copy and self.native is None  # long inputs alone come here then, and one copy is enough
-        packed = fused and _can_pack(model)
         self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.rotary = backbone.rotary_emb
         self.cos = self.sin = torch.empty(0, self.head_dim, dtype=model.dtype, device=model.device)
-        self.layers = [_Layer(layer, fused, packed) for layer in backbone.layers]
-        self.norm, self.norm_eps = backbone.norm.weight, backbone.norm.variance_epsilon
-        self.project_head = _projection([self.head], fused, packed)
+        if self.native is None:
+            packed = may_copy and _can_pack(model)
+            self.layers = [_Layer(layer, may_copy, packed) for layer in backbone.layers]
+            self.norm, self.norm_eps = backbone.norm.weight, backbone.norm.variance_epsilon
+            self.project_head = _projection([self.head], may_copy, packed)
 
     def __call__(self, tokens: Tensor, positions: Tensor, cache: KVCache, with_logits: bool) -> Tensor | None:
         """Logits after tokens, int64 [rows, n] to [rows, n, vocab]; None when nobody wants them.
@@ -127,7 +127,7 @@ class LlamaForward:
             with_logits: False only fills the cache.
         """
         self._extend_rotary_tables(cache.capacity)
-        if self.native and tokens.shape[1] <= MAX_TOKENS:
+        if self.native:
             hidden, logits = self.native(tokens, cache, self.cos, self.sin, with_logits)
             if with_logits:
                 self._show(hidden)

@@ -1,6 +1,6 @@
-// A pass of a Llama-like model over a few tokens, for CPUs with bf16 matrix units (AVX-512 BF16 and AMX).
+// A pass of a Llama-like model, for CPUs with bf16 matrix units (AVX-512 BF16 and AMX).
 //
-// Such a pass takes as long as reading the weights once. So all of it is one parallel region, whose threads meet at
+// A pass over a few tokens takes as long as reading the weights once. So all of it is one parallel region, whose threads meet at
 // barriers instead of being started for each operation, and the weights lie in the order in which they are read.
 // Rounding to bf16 is where transformers has it; sums are in fp32.
 #include <immintrin.h>
@@ -18,7 +18,7 @@
 
 using bf16 = uint16_t;
 constexpr int64_t WIDTH = 16;  // outputs in a block of weights: the fp32 lanes of a register
-constexpr int64_t TILE = 16;   // tokens in a tile
+constexpr int64_t TILE = 16;   // rows of a tile
 
 extern "C" {
 struct Matrix {
@@ -129,80 +129,35 @@ class Tiles {
     Config before_;
 };
 
-// Products of blocks [begin, end), an even number, with M tokens. Takes (block, token, sums, sums of the next block).
-template <int M, class Take>
-void multiply(const Matrix& matrix, int64_t begin, int64_t end, const bf16* x, int64_t stride, Take take) {
-    constexpr int BLOCKS = 4;  // as many as there are registers for, so that no sum waits for itself
-    const int64_t pairs = matrix.num_inputs / 2, size = matrix.num_inputs * WIDTH;
-    for (; begin < end; begin += BLOCKS) {
-        const bf16* weights[BLOCKS];
-        __m512 sums[BLOCKS][M];
-        const int blocks = int(std::min<int64_t>(BLOCKS, end - begin));
-        for (int b = 0; b < BLOCKS; ++b) {
-            const int64_t block = begin + std::min(b, blocks - 1);  // the last one again where there are fewer
-            weights[b] = matrix.packed + block * size;
-            for (int m = 0; m < M; ++m)
-                sums[b][m] = matrix.bias ? _mm512_loadu_ps(matrix.bias + block * WIDTH) : _mm512_setzero_ps();
-        }
-        for (int64_t pair = 0; pair < pairs; ++pair)
-#pragma GCC unroll 4
-            for (int m = 0; m < M; ++m) {
-                int32_t two;
-                std::memcpy(&two, x + m * stride + pair * 2, sizeof(two));
-                const __m512bh token = (__m512bh)_mm512_set1_epi32(two);
-#pragma GCC unroll 4
-                for (int b = 0; b < BLOCKS; ++b)
-                    sums[b][m] = _mm512_dpbf16_ps(
-                        sums[b][m], (__m512bh)_mm512_loadu_si512(weights[b] + pair * 2 * WIDTH), token);
-            }
-        for (int m = 0; m < M; ++m)
-            for (int b = 0; b < blocks; b += 2) take(begin + b, m, sums[b][m], sums[b + 1][m]);
-    }
-}
-
-// The same for up to 16 tokens: 16 pairs of inputs of a block are a tile as they lie in memory.
-template <class Take>
-void multiply_tiles(const Matrix& matrix, int64_t begin, int64_t end, const bf16* x, int64_t stride, int64_t num_tokens,
-                    Take take) {
-    alignas(64) float sums[2][TILE][WIDTH];
-    const int64_t size = matrix.num_inputs * WIDTH;
-    for (; begin < end; begin += 2) {
-        const bf16* weights = matrix.packed + begin * size;
-        asm volatile("" ::: "memory");  // the compiler does not know that tiles are read from memory
-        _tile_zero(0);
-        _tile_zero(1);
-        for (int64_t k = 0; k < matrix.num_inputs; k += 32) {
-            _tile_loadd(2, x + k, stride * sizeof(bf16));
-            _tile_loadd(3, weights + k * WIDTH, 64);
-            _tile_loadd(4, weights + size + k * WIDTH, 64);
-            _tile_dpbf16ps(0, 2, 3);
-            _tile_dpbf16ps(1, 2, 4);
-        }
-        _tile_stored(0, sums[0], 64);
-        _tile_stored(1, sums[1], 64);
-        __m512 bias[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
-        if (matrix.bias)
-            for (int b = 0; b < 2; ++b) bias[b] = _mm512_loadu_ps(matrix.bias + (begin + b) * WIDTH);
-        for (int64_t m = 0; m < num_tokens; ++m)
-            take(begin, m, _mm512_add_ps(bias[0], _mm512_load_ps(sums[0][m])),
-                 _mm512_add_ps(bias[1], _mm512_load_ps(sums[1][m])));
-    }
-}
-
-// x [num_tokens, stride], readable up to a multiple of 16 tokens.
+// Products of blocks [begin, end), an even number, with x [num_tokens, stride], readable up to a multiple of 16 tokens.
+// Calls take(block, token, sums, sums of the next block). 16 pairs of inputs of a block are a tile as they lie in memory.
 template <class Take>
 void multiply(const Matrix& matrix, int64_t begin, int64_t end, const bf16* x, int64_t stride, int64_t num_tokens,
               Take take) {
-    switch (num_tokens) {
-        case 1: return multiply<1>(matrix, begin, end, x, stride, take);
-        case 2: return multiply<2>(matrix, begin, end, x, stride, take);
-        case 3: return multiply<3>(matrix, begin, end, x, stride, take);
-        case 4: return multiply<4>(matrix, begin, end, x, stride, take);
-    }
+    alignas(64) float sums[2][TILE][WIDTH];
+    const int64_t size = matrix.num_inputs * WIDTH;
     for (int64_t first = 0; first < num_tokens; first += TILE)
-        multiply_tiles(
-            matrix, begin, end, x + first * stride, stride, std::min(TILE, num_tokens - first),
-            [&](int64_t block, int64_t m, __m512 low, __m512 high) { take(block, first + m, low, high); });
+        for (int64_t block = begin; block < end; block += 2) {
+            const bf16* weights = matrix.packed + block * size;
+            asm volatile("" ::: "memory");  // the compiler does not know that tiles are read from memory
+            _tile_zero(0);
+            _tile_zero(1);
+            for (int64_t k = 0; k < matrix.num_inputs; k += 32) {
+                _tile_loadd(2, x + first * stride + k, stride * sizeof(bf16));
+                _tile_loadd(3, weights + k * WIDTH, 64);
+                _tile_loadd(4, weights + size + k * WIDTH, 64);
+                _tile_dpbf16ps(0, 2, 3);
+                _tile_dpbf16ps(1, 2, 4);
+            }
+            _tile_stored(0, sums[0], 64);
+            _tile_stored(1, sums[1], 64);
+            __m512 bias[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
+            if (matrix.bias)
+                for (int b = 0; b < 2; ++b) bias[b] = _mm512_loadu_ps(matrix.bias + (block + b) * WIDTH);
+            for (int64_t m = 0; m < std::min(TILE, num_tokens - first); ++m)
+                take(block, first + m, _mm512_add_ps(bias[0], _mm512_load_ps(sums[0][m])),
+                     _mm512_add_ps(bias[1], _mm512_load_ps(sums[1][m])));
+        }
 }
 
 void rms_norm(const bf16* x, const bf16* weight, float eps, int64_t size, bf16* to) {
@@ -224,39 +179,144 @@ void rotate(bf16* x, const bf16* cos, const bf16* sin, int64_t size) {
     }
 }
 
-// One query over the first `length` places of keys and values [places, size]; scores has room for 16 more.
-void attend(const bf16* query, const bf16* keys, const bf16* values, int64_t length, int64_t size, float* scores,
-            bf16* to) {
-    const float scale = 1.f / std::sqrt(float(size));
-    float largest = -INFINITY;
-    for (int64_t place = 0; place < length; ++place) {
-        __m512 sum = _mm512_setzero_ps();
-        for (int64_t i = 0; i < size; i += 2 * WIDTH)
-            sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_si512(query + i),
-                                   (__m512bh)_mm512_loadu_si512(keys + place * size + i));
-        scores[place] = _mm512_reduce_add_ps(sum) * scale;
-        largest = std::max(largest, scores[place]);
+// [16, 16] to its transpose, whose rows are `stride` apart.
+void transpose(const float (&from)[TILE][WIDTH], float* to, int64_t stride) {
+    __m512 pairs[TILE], fours[TILE];
+    for (int i = 0; i < TILE; i += 2) {
+        const __m512 even = _mm512_load_ps(from[i]), odd = _mm512_load_ps(from[i + 1]);
+        pairs[i] = _mm512_unpacklo_ps(even, odd);
+        pairs[i + 1] = _mm512_unpackhi_ps(even, odd);
     }
-    __m512 total = _mm512_setzero_ps();
-    for (int64_t place = 0; place < length; place += WIDTH) {
-        const __mmask16 inside = __mmask16(length - place >= WIDTH ? 0xffff : (1 << (length - place)) - 1);
-        const __m512 score = _mm512_sub_ps(_mm512_maskz_loadu_ps(inside, scores + place), _mm512_set1_ps(largest));
-        const __m512 weight = _mm512_maskz_mov_ps(inside, exponential(score));
-        _mm512_storeu_ps(scores + place, weight);
-        total = _mm512_add_ps(total, weight);
-    }
-    const __m512 inverse = _mm512_set1_ps(1.f / _mm512_reduce_add_ps(total));
-    for (int64_t i = 0; i < size; i += 2 * WIDTH) {
-        __m512 low = _mm512_setzero_ps(), high = _mm512_setzero_ps();
-        for (int64_t place = 0; place < length; ++place) {
-            const __m512 weight = _mm512_set1_ps(scores[place]);
-            low = _mm512_fmadd_ps(weight, load(values + place * size + i), low);
-            high = _mm512_fmadd_ps(weight, load(values + place * size + i + WIDTH), high);
+    for (int i = 0; i < TILE; i += 4)
+        for (int j = 0; j < 2; ++j) {
+            const __m512d low = _mm512_castps_pd(pairs[i + j]), high = _mm512_castps_pd(pairs[i + j + 2]);
+            fours[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(low, high));
+            fours[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(low, high));
         }
-        store(to + i, _mm512_mul_ps(low, inverse));
-        store(to + i + WIDTH, _mm512_mul_ps(high, inverse));
+    for (int k = 0; k < 4; ++k) {  // a register has its four lanes from the k-th of every four
+        const __m512 low[2] = {_mm512_shuffle_f32x4(fours[k], fours[k + 4], 0x44),
+                               _mm512_shuffle_f32x4(fours[k + 8], fours[k + 12], 0x44)};
+        const __m512 high[2] = {_mm512_shuffle_f32x4(fours[k], fours[k + 4], 0xEE),
+                                _mm512_shuffle_f32x4(fours[k + 8], fours[k + 12], 0xEE)};
+        _mm512_storeu_ps(to + k * stride, _mm512_shuffle_f32x4(low[0], low[1], 0x88));
+        _mm512_storeu_ps(to + (k + 4) * stride, _mm512_shuffle_f32x4(low[0], low[1], 0xDD));
+        _mm512_storeu_ps(to + (k + 8) * stride, _mm512_shuffle_f32x4(high[0], high[1], 0x88));
+        _mm512_storeu_ps(to + (k + 12) * stride, _mm512_shuffle_f32x4(high[0], high[1], 0xDD));
     }
 }
+
+// What a thread needs to let up to 16 queries look at one head's keys and values.
+class Attention {
+   public:
+    Attention(int64_t capacity, int64_t head_dim)
+        : size_(head_dim), room_((capacity + 31) / 32 * 32), queries_(TILE * head_dim), tail_(32 * head_dim),
+          scores_(TILE * room_), weights_(TILE * room_),
+          packed_(TILE * head_dim) {}
+
+    // the place of a query, 0 to 15
+    bf16* query(int64_t index) { return queries_.data() + index * size_; }
+
+    // keys, values: [places, head_dim]; query i sees the first lengths[i] of them. Calls take(i, begin, low, high) with
+    // what query i comes to in dimensions [begin, begin + 32).
+    template <class Take>
+    void attend(const bf16* keys, const bf16* values, const int64_t* lengths, int64_t num_queries, Take take) {
+        const int64_t length = *std::max_element(lengths, lengths + num_queries);
+        const int64_t rounded_length = (length + 31) / 32 * 32;
+        score(keys, length);
+        float inverses[TILE];
+        for (int64_t i = 0; i < num_queries; ++i)
+            inverses[i] = 1.f / normalise(scores_.data() + i * room_, lengths[i], rounded_length, weights_.data() + i * room_);
+        for (int64_t begin = 0; begin < size_; begin += 32) {
+            alignas(64) float sums[2][TILE][WIDTH];
+            alignas(64) bf16 pairs[2][TILE][2 * WIDTH];
+            _tile_zero(0);
+            _tile_zero(1);
+            for (int64_t place = 0; place < length; place += 32) {
+                const bf16* from = whole(values, place, length, 32) + begin;
+                // pairs of places side by side; what this does to the order of dimensions is undone below
+                for (int64_t pair = 0; pair < TILE; ++pair) {
+                    const __m512i even = _mm512_loadu_si512(from + 2 * pair * size_);
+                    const __m512i odd = _mm512_loadu_si512(from + (2 * pair + 1) * size_);
+                    _mm512_store_si512(pairs[0][pair], _mm512_unpacklo_epi16(even, odd));
+                    _mm512_store_si512(pairs[1][pair], _mm512_unpackhi_epi16(even, odd));
+                }
+                asm volatile("" ::: "memory");  // the compiler does not know that tiles are read from memory
+                _tile_loadd(2, weights_.data() + place, room_ * sizeof(bf16));
+                _tile_loadd(3, pairs[0], 64);
+                _tile_loadd(4, pairs[1], 64);
+                _tile_dpbf16ps(0, 2, 3);
+                _tile_dpbf16ps(1, 2, 4);
+            }
+            _tile_stored(0, sums[0], 64);
+            _tile_stored(1, sums[1], 64);
+            const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+            const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+            for (int64_t i = 0; i < num_queries; ++i) {
+                const __m512 inverse = _mm512_set1_ps(inverses[i]);
+                const __m512 low = _mm512_mul_ps(_mm512_load_ps(sums[0][i]), inverse);
+                const __m512 high = _mm512_mul_ps(_mm512_load_ps(sums[1][i]), inverse);
+                take(i, begin, _mm512_permutex2var_ps(low, first, high), _mm512_permutex2var_ps(low, second, high));
+            }
+        }
+    }
+
+   private:
+    // scores_[query, place]; keys are rows of a tile as they lie in the cache, queries its pairs of columns
+    void score(const bf16* keys, int64_t length) {
+        alignas(64) float sums[TILE][WIDTH];
+        alignas(64) float pairs[TILE][WIDTH];  // [pair of dimensions, query]
+        for (int64_t begin = 0; begin < size_; begin += 32) {
+            for (int64_t i = 0; i < TILE; ++i) std::memcpy(pairs[i], queries_.data() + i * size_ + begin, 64);
+            transpose(pairs, reinterpret_cast<float*>(packed_.data() + begin * TILE), WIDTH);
+        }
+        for (int64_t place = 0; place < length; place += TILE) {
+            const bf16* from = whole(keys, place, length, TILE);
+            asm volatile("" ::: "memory");
+            _tile_zero(0);
+            for (int64_t begin = 0; begin < size_; begin += 32) {
+                _tile_loadd(2, from + begin, size_ * sizeof(bf16));
+                _tile_loadd(3, packed_.data() + begin * TILE, 64);
+                _tile_dpbf16ps(0, 2, 3);
+            }
+            _tile_stored(0, sums, 64);
+            transpose(sums, scores_.data() + place, room_);
+        }
+    }
+
+    // `count` rows from a place on; a copy where not so many are left, since what lies behind them is not ours
+    const bf16* whole(const bf16* rows, int64_t place, int64_t length, int64_t count) {
+        const int64_t left = length - place;
+        if (left >= count) return rows + place * size_;
+        std::memcpy(tail_.data(), rows + place * size_, left * size_ * sizeof(bf16));
+        std::memset(tail_.data() + left * size_, 0, (count - left) * size_ * sizeof(bf16));
+        return tail_.data();
+    }
+
+    // weights: e^(score - the largest) of the first `length`, zeros up to `room`; their sum
+    float normalise(const float* scores, int64_t length, int64_t room, bf16* weights) {
+        const __m512 scale = _mm512_set1_ps(1.f / std::sqrt(float(size_)));
+        __m512 largest = _mm512_set1_ps(-INFINITY), total = _mm512_setzero_ps();
+        for (int64_t place = 0; place < length; place += WIDTH)
+            largest = _mm512_mask_max_ps(largest, inside(length - place), largest, _mm512_loadu_ps(scores + place));
+        const __m512 most = _mm512_set1_ps(_mm512_reduce_max_ps(largest));
+        for (int64_t place = 0; place < room; place += WIDTH) {
+            const __m512 score = _mm512_mul_ps(_mm512_sub_ps(_mm512_loadu_ps(scores + place), most), scale);
+            const __m512 weight = _mm512_maskz_mov_ps(inside(length - place), exponential(score));
+            store(weights + place, weight);
+            total = _mm512_add_ps(total, weight);
+        }
+        return _mm512_reduce_add_ps(total);
+    }
+
+    static __mmask16 inside(int64_t count) {
+        return __mmask16(count >= WIDTH ? 0xffff : count > 0 ? (1 << count) - 1 : 0);
+    }
+
+    const int64_t size_, room_;
+    std::vector<bf16> queries_, tail_;
+    std::vector<float> scores_;
+    std::vector<bf16> weights_, packed_;
+};
 
 }  // namespace
 
@@ -265,14 +325,15 @@ extern "C" {
 // Asks Linux for the tiles; 0 if they are granted.
 int64_t request_tiles() { return syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */); }
 
-// Reads num_tokens tokens at these places of these rows, and adds them to the caches.
+// Reads `width` tokens of each row at these places, and adds them to the caches.
 //
+// tokens, places: [num_rows, width].
 // keys, values: of each layer, [rows, kv_heads, capacity, head_dim]. cos, sin: [capacity, head_dim].
-// last: [num_tokens, hidden_size], what enters the head. logits: [num_tokens, outputs of the head], or null.
-void forward(const Model* model, bf16* const* keys, bf16* const* values, int64_t capacity, int64_t num_tokens,
-             const int64_t* tokens, const int64_t* rows, const int64_t* places, const bf16* cos, const bf16* sin,
-             bf16* last, bf16* logits, int64_t num_threads) {
-    const int64_t n = num_tokens, padded = n <= 4 ? n : (n + TILE - 1) / TILE * TILE;  // tiles are read whole
+// last: [tokens, hidden_size], what enters the head. logits: [tokens, outputs of the head], or null.
+void forward(const Model* model, bf16* const* keys, bf16* const* values, int64_t capacity, int64_t num_rows,
+             int64_t width, const int64_t* tokens, const int64_t* places, const bf16* cos, const bf16* sin, bf16* last,
+             bf16* logits, int64_t num_threads) {
+    const int64_t n = num_rows * width, padded = (n + TILE - 1) / TILE * TILE;  // tiles are read whole
     const int64_t hidden_size = model->hidden_size, middle_size = model->intermediate_size;
     const int64_t num_heads = model->num_heads, num_kv_heads = model->num_kv_heads, head_dim = model->head_dim;
     const int64_t group = num_heads / num_kv_heads, attended_size = num_heads * head_dim;
@@ -293,7 +354,7 @@ void forward(const Model* model, bf16* const* keys, bf16* const* values, int64_t
 #pragma omp parallel num_threads(int(num_threads))
     {
         const Tiles tiles;
-        std::vector<float> scores(capacity + WIDTH);
+        Attention attention(capacity, head_dim);
         const auto normalise = [&](const bf16* weight, float eps, bf16* to) {
             for (int64_t m = omp_get_thread_num(); m < n; m += num_threads)
                 rms_norm(hidden + m * hidden_size, weight, eps, hidden_size, to + m * hidden_size);
@@ -329,16 +390,30 @@ void forward(const Model* model, bf16* const* keys, bf16* const* values, int64_t
                 }
                 if (layer.key_norm) rms_norm(key, layer.key_norm, model->query_key_norm_eps, head_dim, key);
                 rotate(key, c, s, head_dim);
-                const int64_t place = ((rows[m] * num_kv_heads + head) * capacity + places[m]) * head_dim;
+                const int64_t place = ((m / width * num_kv_heads + head) * capacity + places[m]) * head_dim;
                 std::memcpy(keys[index] + place, key, head_dim * sizeof(bf16));
                 std::memcpy(values[index] + place, key + num_kv_heads * head_dim, head_dim * sizeof(bf16));
             });
             barrier.wait();
-            part[2].take(n * num_heads, 1, [&](int64_t unit, int64_t) {
-                const int64_t m = unit / num_heads, head = unit % num_heads;
-                const int64_t start = (rows[m] * num_kv_heads + head / group) * capacity * head_dim;
-                attend(qkv + m * qkv_size + head * head_dim, keys[index] + start, values[index] + start, places[m] + 1,
-                       head_dim, scores.data(), attended + m * attended_size + head * head_dim);
+            // of a row, the queries that look at one head of keys, 16 of them at a time
+            const int64_t num_queries = width * group, chunks = (num_queries + TILE - 1) / TILE;
+            part[2].take(num_rows * num_kv_heads * chunks, 1, [&](int64_t unit, int64_t) {
+                const int64_t row = unit / chunks / num_kv_heads, head = unit / chunks % num_kv_heads;
+                const int64_t start = (row * num_kv_heads + head) * capacity * head_dim;
+                const int64_t first = unit % chunks * TILE, count = std::min(TILE, num_queries - first);
+                const auto token = [&](int64_t i) { return row * width + (first + i) / group; };
+                const auto place_of = [&](int64_t i) { return (head * group + (first + i) % group) * head_dim; };
+                int64_t lengths[TILE];
+                for (int64_t i = 0; i < count; ++i) {
+                    lengths[i] = places[token(i)] + 1;
+                    std::memcpy(attention.query(i), qkv + token(i) * qkv_size + place_of(i), head_dim * sizeof(bf16));
+                }
+                attention.attend(keys[index] + start, values[index] + start, lengths, count,
+                                 [&](int64_t i, int64_t begin, __m512 low, __m512 high) {
+                                     bf16* to = attended + token(i) * attended_size + place_of(i) + begin;
+                                     store(to, low);
+                                     store(to + WIDTH, high);
+                                 });
             });
             barrier.wait();
             part[3].take(hidden_size / WIDTH, 2, [&](int64_t begin, int64_t end) {

@@ -1,7 +1,7 @@
-"""A Llama-like model's pass over a few tokens in one call of C++, on CPUs with bf16 matrix units.
+"""A pass of a Llama-like model in one call of C++, on CPUs with bf16 matrix units.
 
-torch starts some three hundred operations for a pass, each of them on all cores. native.cpp does the same in one
-parallel region, at the speed at which the weights are read.
+torch starts some three hundred operations for it, each of them on all cores. native.cpp does the same in one parallel
+region, over a few tokens at the speed at which the weights are read.
 """
 
 import ctypes
@@ -24,8 +24,6 @@ from .cache import BufferLayer, KVCache
 
 logger = logging.getLogger(__name__)
 
-# of a row in a pass: attention over many new tokens is torch's strength
-MAX_TOKENS = 128
 SOURCE = Path(__file__).with_name("native.cpp")
 FLAGS = ["-std=c++17", "-O3", "-shared", "-fPIC", "-fopenmp", "-mfma"]
 FLAGS += [f"-m{name}" for name in ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512bf16", "amx-tile", "amx-bf16")]
@@ -170,7 +168,6 @@ class NativeForward:
             with_logits: False leaves the head out.
         """
         shape = tokens.shape
-        rows = torch.arange(shape[0]).repeat_interleave(shape[1])
         tokens, places = tokens.contiguous(), cache.positions.contiguous()
         keys, values = (Address * len(cache.layers))(), (Address * len(cache.layers))()
         for index, layer in enumerate(cache.layers):
@@ -187,8 +184,8 @@ class NativeForward:
             keys,
             values,
             Size(cache.capacity),
-            Size(tokens.numel()),
-            *(Address(tensor.data_ptr()) for tensor in (tokens, rows, places, cos, sin, last)),
+            *map(Size, shape),
+            *(Address(tensor.data_ptr()) for tensor in (tokens, places, cos, sin, last)),
             Address(None if logits is None else logits.data_ptr()),
             Size(torch.get_num_threads()),
         )
