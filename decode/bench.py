@@ -20,6 +20,7 @@ from .files import refuse_unwritable, write_json
 from .params import SamplingParams
 from .progress import ProgressBar
 from .provenance import provenance
+from .roofline import Roofline, measure_roofline
 from .trace import Trace
 
 WARM_UP_TOKENS = 16
@@ -59,6 +60,7 @@ class Timing:
             None on an accelerator, where a forward pass returns before it is done.
         costs: c and v(n), measured at this setting.
         predicted_speedup: from the tokens drafted and committed, and the costs.
+        roofline: what memory allows; None when not asked for.
     """
 
     sampling: SamplingParams
@@ -69,6 +71,7 @@ class Timing:
     share_outside_models: float | None
     costs: Costs
     predicted_speedup: float
+    roofline: Roofline | None = None
 
     def tokens_per_second(self, mode: str) -> list[float]:
         """By prompt."""
@@ -87,14 +90,28 @@ class Timing:
     def best_num_assistant_tokens(self) -> int | None:
         return max(self.sweep, key=lambda number: self.sweep[number]) if self.sweep else None
 
+    @property
+    def shares_of_bandwidth(self) -> dict[str, float]:
+        """By mode, what it read of weights over what memory allows, in all runs together."""
+        if self.roofline is None:
+            return {}
+        seconds = {mode: sum(run.seconds for run in runs) for mode, runs in self.runs.items()}
+        plain = self.roofline.share(sum(run.num_tokens for run in self.runs["plain"]), 0, seconds["plain"])
+        trace = self.trace
+        speculative = self.roofline.share(trace.num_target_passes, trace.num_drafted, seconds["speculative"])
+        return {"plain": plain, "speculative": speculative}
+
     def figures(self) -> dict[str, Any]:
         """All of it, and what follows from it, as JSON values."""
+        nested = ("sampling", "runs", "trace", "costs", "roofline")
         return {
-            **{name: value for name, value in vars(self).items() if name not in ("sampling", "runs", "trace", "costs")},
+            **{name: value for name, value in vars(self).items() if name not in nested},
             "sampling": asdict(self.sampling),
             "runs": {mode: [asdict(run) for run in runs] for mode, runs in self.runs.items()},
             "trace": self.trace.figures(),
             "costs": asdict(self.costs),
+            "roofline": asdict(self.roofline) if self.roofline else None,
+            "shares_of_bandwidth": self.shares_of_bandwidth,
             "median_tokens_per_second": {mode: median(self.tokens_per_second(mode)) for mode in self.runs},
             "median_ratios_to_plain": {mode: median(self.ratios(mode)) for mode in self.runs},
             "ratios": self.ratios(),
@@ -140,9 +157,13 @@ def bench(config: BenchConfig) -> list[Timing]:
         stock_draft = str(folder / "draft") if (folder / "pair.json").is_file() else config.pair
         baselines = TransformersBaselines(decoder, stock_draft, config.dtype)
     refuse_unwritable(config.output)
+    draft = decoder.draft.model if decoder.draft else None
+    roofline = measure_roofline(decoder.target, draft) if config.roofline else None
     runs = 5 * len(timed) + len(NUMS_ASSISTANT_TOKENS) * len(swept) if baselines else 2 * len(timed)
     with ProgressBar("timing", len(settings) * runs) as bar:
-        timings = [_time(decoder, timed, params, bar, baselines, swept) for params in settings]
+        timings = [
+            replace(_time(decoder, timed, params, bar, baselines, swept), roofline=roofline) for params in settings
+        ]
     if config.output:
         write_json(Path(config.output), _report(config, decoder, timings))
     return timings

@@ -114,6 +114,7 @@ class BenchConfig:
         speculation: how to draft and verify
         transformers: also time transformers with the same target weights: plain, assisted by the stock draft with its
             defaults, and assisted with the fixed number of draft tokens that serves it best
+        roofline: also measure how fast memory is read, and say which share of that decoding reaches
         output: JSON file for all figures
         dtype: of both models; auto keeps each checkpoint's
     """
@@ -128,6 +129,7 @@ class BenchConfig:
     max_new_tokens: int = 128
     speculation: SpeculationParams = field(default_factory=SpeculationParams)
     transformers: bool = False
+    roofline: bool = False
     output: str | None = None
     dtype: Dtype = "auto"
 

@@ -69,11 +69,9 @@ inline __m512 exponential(__m512 x) {
 // Threads wait for each other without being put to sleep, but give way once somebody else may want the core.
 class Barrier {
    public:
-    explicit Barrier(int64_t num_threads) : num_threads_(num_threads) {}
-
     void wait() {
         const int64_t turn = turn_.load(std::memory_order_acquire);
-        if (arrived_.fetch_add(1, std::memory_order_acq_rel) == num_threads_ - 1) {
+        if (arrived_.fetch_add(1, std::memory_order_acq_rel) == omp_get_num_threads() - 1) {
             arrived_.store(0, std::memory_order_relaxed);
             turn_.store(turn + 1, std::memory_order_release);
             return;
@@ -86,7 +84,6 @@ class Barrier {
     }
 
    private:
-    const int64_t num_threads_;
     alignas(64) std::atomic<int64_t> arrived_{0};
     alignas(64) std::atomic<int64_t> turn_{0};
 };
@@ -349,14 +346,14 @@ void forward(const Model* model, bf16* const* keys, bf16* const* values, int64_t
     for (int64_t m = 0; m < n; ++m)
         std::memcpy(hidden + m * hidden_size, model->embedding + tokens[m] * hidden_size, hidden_size * sizeof(bf16));
     std::vector<Parts> parts(model->num_layers * NUM_OPERATIONS + 1);
-    Barrier barrier(num_threads);
+    Barrier barrier;
 
 #pragma omp parallel num_threads(int(num_threads))
     {
         const Tiles tiles;
         Attention attention(capacity, head_dim);
         const auto normalise = [&](const bf16* weight, float eps, bf16* to) {
-            for (int64_t m = omp_get_thread_num(); m < n; m += num_threads)
+            for (int64_t m = omp_get_thread_num(); m < n; m += omp_get_num_threads())  // perhaps fewer than asked for
                 rms_norm(hidden + m * hidden_size, weight, eps, hidden_size, to + m * hidden_size);
             barrier.wait();
         };

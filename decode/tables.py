@@ -89,6 +89,14 @@ def _speedup_table(timings: list[Timing]) -> Table:
     add_row("realised / predicted", lambda timing: f"{timing.ratio / timing.predicted_speedup:.2f}")
     if all(timing.share_outside_models is not None for timing in timings):
         add_row("time outside the models' forward passes", lambda timing: f"{timing.share_outside_models:.1%}")
+    if roofline := timings[0].roofline:
+        read, copied = roofline.read_bytes_per_second / 1e9, roofline.copy_bytes_per_second / 1e9
+        table.add_row("memory, read and copied, GB/s", *[f"{read:.1f}, {copied:.1f}"] * len(timings))
+        sizes = f"{roofline.target_bytes / 1e6:.0f}, {roofline.draft_bytes / 1e6:.0f}"
+        table.add_row("weights of target and draft, MB a pass", *[sizes] * len(timings))
+        for mode in ("plain", "speculative"):
+            shares = [f"{timing.shares_of_bandwidth[mode]:.0%}" for timing in timings]
+            table.add_row(f"{mode}: share of the speed of memory", *shares)
     if all(timing.sweep for timing in timings):
         sweep = f"transformers assisted at {' '.join(map(str, timings[0].sweep))}, tokens/s"
         add_row(sweep, lambda timing: " ".join(f"{rate:.1f}" for rate in timing.sweep.values()))
