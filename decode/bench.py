@@ -137,7 +137,9 @@ def bench(config: BenchConfig) -> list[Timing]:
         for temperature in config.temperatures
     ]
     prompts = heldout_prompts(config.prompts)
-    decoder = SpeculativeDecoder.from_pretrained(config.target, config.pair, config.speculation, dtype=config.dtype)
+    decoder = SpeculativeDecoder.from_pretrained(
+        config.target, config.pair, config.speculation, dtype=config.dtype, tuned=config.tuned
+    )
     if config.responses:
         available = [ids[:start] for ids, start in saved_texts(config.responses, decoder, config.prompts)]
     else:

@@ -25,6 +25,7 @@ class GenerateConfig:
         json: print a JSON object per prompt: text, tokens and where each came from, log-probabilities, counts
         dtype: of both models; auto keeps each checkpoint's
         draft_dtype: of the draft, when it is another
+        tuned: pass through models in faster ways than transformers' own where there are such
     """
 
     pair: str | None = None
@@ -39,6 +40,7 @@ class GenerateConfig:
     json: bool = False
     dtype: Dtype = "auto"
     draft_dtype: Dtype | None = None
+    tuned: bool = True
 
     def __post_init__(self) -> None:
         """Raises ValueError for what cannot be meant together."""
@@ -117,6 +119,7 @@ class BenchConfig:
         roofline: also measure how fast memory is read, and say which share of that decoding reaches
         output: JSON file for all figures
         dtype: of both models; auto keeps each checkpoint's
+        tuned: pass through models in faster ways than transformers' own where there are such
     """
 
     pair: str
@@ -132,6 +135,7 @@ class BenchConfig:
     roofline: bool = False
     output: str | None = None
     dtype: Dtype = "auto"
+    tuned: bool = True
 
     def __post_init__(self) -> None:
         """Raises ValueError for a value that cannot be meant."""

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from .completion import Completion, Logprobs
 from .head import reduce_output_vocabulary
+from .llama import leave_to_transformers
 from .lookup import CascadeProposer, LookupProposer
 from .model import refuse_unsupported_cache
 from .pair import (
@@ -121,6 +122,7 @@ class SpeculativeDecoder:
         dtype: Dtype = "auto",
         draft_dtype: Dtype | None = None,
         draft_device: str | None = None,
+        tuned: bool = True,
     ) -> "SpeculativeDecoder":
         """Load a target and a draft.
 
@@ -132,6 +134,7 @@ class SpeculativeDecoder:
             dtype: of both models; "auto" keeps each checkpoint's.
             draft_dtype: the draft's, when it is another.
             draft_device: the draft's, when it is not the target's, such as "cpu".
+            tuned: pass through models in faster ways than transformers' own where there are such.
 
         Raises:
             ValueError: a model is missing, or the tokenizers differ.
@@ -161,6 +164,9 @@ class SpeculativeDecoder:
                 draft_vocab = draft_vocab.to(draft_model.device)
                 reduce_output_vocabulary(draft_model, draft_vocab)
             proposer = DraftModelProposer(draft_model, target_model.get_output_embeddings().out_features, draft_vocab)
+        if not tuned:
+            for model in (target_model, *([proposer.model] if proposer else [])):
+                leave_to_transformers(model)
         known = (pair.measured.get("betas", ()), pair.num_draft_tokens) if pair else ()
         decoder = cls(target_model, tokenizer, proposer, speculation, *known)
         decoder.target_description = describe_target(target, tokenizer)

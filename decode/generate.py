@@ -30,7 +30,12 @@ def generate(config: GenerateConfig) -> None:
     """
     prompts = _prompts(config)
     decoder = SpeculativeDecoder.from_pretrained(
-        config.target, config.pair, config.speculation, dtype=config.dtype, draft_dtype=config.draft_dtype
+        config.target,
+        config.pair,
+        config.speculation,
+        dtype=config.dtype,
+        draft_dtype=config.draft_dtype,
+        tuned=config.tuned,
     )
     # refuse at once what would end the run half-way
     decoder.engine.begin(decoder.encode_all(prompts, config.sampling, config.raw), config.sampling)

@@ -9,7 +9,7 @@ a C++ compiler too, the whole pass is one call of C++ (native.py).
 import logging
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,7 @@ KNOWN_MODULES = (nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU)
 Project = Callable[[Tensor], Tensor]
 Version = tuple[object, ...]
 
+_left_alone: "WeakSet[PreTrainedModel]" = WeakSet()
 _built: "WeakKeyDictionary[PreTrainedModel, tuple[Version, LlamaForward | str]]" = WeakKeyDictionary()
 
 
@@ -49,7 +50,14 @@ def llama_forward(model: PreTrainedModel) -> "LlamaForward | None":
     return None if isinstance(built, str) else built
 
 
+def leave_to_transformers(model: PreTrainedModel) -> None:
+    """From now on this model has transformers' own pass."""
+    _left_alone.add(model)
+
+
 def _reason_against(model: PreTrainedModel) -> str | None:
+    if model in _left_alone:
+        return "so it was asked"
     config = model.config.get_text_config()
     if config.model_type not in MODEL_TYPES:
         return f"ours is made for {', '.join(MODEL_TYPES)}, and this is {config.model_type}"

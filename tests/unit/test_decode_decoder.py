@@ -227,6 +227,17 @@ def test_embeddings_of_the_target_are_held_once(
     assert dtype == "bfloat16" or decoder.generate("Hello", params)[0].ids == plain.ids
 
 
+def test_untuned_it_is_transformers_that_passes(relatives: tuple[str, str], caplog: pytest.LogCaptureFixture) -> None:
+    target, draft = relatives
+    tuned = SpeculativeDecoder.from_pretrained(target, draft, dtype="float32")
+    with caplog.at_level(logging.INFO):
+        decoder = SpeculativeDecoder.from_pretrained(target, draft, dtype="float32", tuned=False)
+        params = SamplingParams(max_new_tokens=20)
+        (untuned,) = decoder.generate("Hello", params)
+    assert caplog.text.count("transformers' own forward pass: so it was asked") == 2  # target and draft
+    assert untuned.ids == tuned.generate("Hello", params)[0].ids
+
+
 def test_a_reduced_head_is_the_drafts_own(relatives: tuple[str, str], tmp_path: Path) -> None:
     target, draft = relatives
     shutil.copytree(draft, tmp_path / "pair" / "draft")
