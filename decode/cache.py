@@ -70,6 +70,14 @@ class KVCache(Cache):
         self.common_start: int | None = 0
         self.extent = 0
 
+    def allocate(self, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+        """The buffers, for who writes into them by address; layers that have theirs keep them."""
+        for layer in self.layers:
+            assert isinstance(layer, BufferLayer)
+            if not layer.is_initialized:
+                empty = torch.empty(len(self.lengths), num_kv_heads, 0, head_dim, dtype=dtype, device=self.device)
+                layer.lazy_initialization(empty, empty)
+
     def write_at(self, num_tokens: int) -> Tensor:
         """Make room for num_tokens more in every row and return their positions, int64 [batch, num_tokens]."""
         self.extent = max(self.lengths) + num_tokens

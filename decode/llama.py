@@ -25,6 +25,8 @@ MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 STATIC_ROTARY = ("default", "linear", "llama3", "yarn")
 # fused and packed weights stand beside the model's own
 MAX_COPIED_BYTES = 4 * 2**30
+# not transformers.integrations, whose linear layers are quantised
+KNOWN_PACKAGES = ("transformers.models.", "transformers.activations")
 KNOWN_MODULES = (nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU)
 
 Project = Callable[[Tensor], Tensor]
@@ -68,15 +70,24 @@ def _reason_against(model: PreTrainedModel) -> str | None:
     if config.hidden_act != "silu":
         return f"ours has the activation silu, and this {config.hidden_act}"
     for name, module in model.named_modules():
-        if not (type(module) in KNOWN_MODULES or type(module).__module__.startswith("transformers.")):
+        if not (type(module) in KNOWN_MODULES or type(module).__module__.startswith(KNOWN_PACKAGES)):
             return f"it has a module of its own, {name or 'model'}: {type(module).__name__}"
         if "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
             return f"its module {name or 'model'} has a hook or a forward of its own"
+    if any(type(weight) is not nn.Parameter or type(weight.data) is not Tensor for weight in model.parameters()):
+        return "its weights are of a kind of their own, quantised perhaps"
+    if (config.rope_parameters or {}).get("partial_rotary_factor", 1.0) != 1.0:
+        return "it turns a part of each head only"
     layers: Any = model.get_decoder().layers
     if len(layers) != config.num_hidden_layers:
         return f"it has {len(layers)} layers, and its config says {config.num_hidden_layers}"
     if any(layer.self_attn.scaling != layer.self_attn.head_dim**-0.5 for layer in layers):
         return "its attention is not scaled by the root of head_dim"
+    for layer in layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        for fused in ((attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)):
+            if len({linear.bias is None for linear in fused}) > 1:
+                return "it has a bias in some projections of one input, and none in others"
     return None
 
 
@@ -119,13 +130,14 @@ class LlamaForward:
         self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.rotary = backbone.rotary_emb
-        self.cos = self.sin = torch.empty(0, self.head_dim, dtype=model.dtype, device=model.device)
+        self.tables = (torch.empty(0, self.head_dim, dtype=model.dtype, device=model.device),) * 2
         if self.native is None:
             packed = may_copy and _can_pack(model)
             self.layers = [_Layer(layer, may_copy, packed) for layer in backbone.layers]
             self.norm, self.norm_eps = backbone.norm.weight, backbone.norm.variance_epsilon
             self.project_head = _projection([self.head], may_copy, packed)
 
+    @torch.no_grad()
     def __call__(self, tokens: Tensor, positions: Tensor, cache: KVCache, with_logits: bool) -> Tensor | None:
         """Logits after tokens, int64 [rows, n] to [rows, n, vocab]; None when nobody wants them.
 
@@ -134,14 +146,14 @@ class LlamaForward:
             cache: has made room for the tokens.
             with_logits: False only fills the cache.
         """
-        self._extend_rotary_tables(cache.capacity)
+        cos, sin = self._rotary_tables(cache.capacity)
         if self.native:
-            hidden, logits = self.native(tokens, cache, self.cos, self.sin, with_logits)
+            hidden, logits = self.native(tokens, cache, cos, sin, with_logits)
             if with_logits:
                 self._show(hidden)
             return logits
         hidden = self.embed(tokens)
-        cos, sin = self.cos[positions].unsqueeze(2), self.sin[positions].unsqueeze(2)
+        cos, sin = cos[positions].unsqueeze(2), sin[positions].unsqueeze(2)
         bias = None
         if tokens.shape[1] > 1 or cache.common_start is None:
             mask = cache.attention_mask()
@@ -173,16 +185,18 @@ class LlamaForward:
 
     def _show(self, hidden: Tensor) -> None:
         """Let those who hooked into the head see what enters it, [rows, n, hidden]."""
-        for look in self.head._forward_pre_hooks.values():
-            look(self.head, (hidden,))
+        for number, look in self.head._forward_pre_hooks.items():
+            look(self.head, (hidden,), *([{}] if number in self.head._forward_pre_hooks_with_kwargs else []))
 
-    def _extend_rotary_tables(self, capacity: int) -> None:
-        """cos and sin of all places, [capacity, head_dim]; sin carries the sign of the half it multiplies."""
-        if len(self.cos) < capacity:
-            places = torch.arange(capacity, device=self.cos.device).unsqueeze(0)
-            cos, sin = self.rotary(self.cos, places)
+    def _rotary_tables(self, capacity: int) -> tuple[Tensor, Tensor]:
+        """cos and sin of all places, [capacity or more, head_dim]; sin carries the sign of the half it multiplies."""
+        tables = self.tables  # which another thread may replace
+        if len(tables[0]) < capacity:
+            places = torch.arange(capacity, device=tables[0].device).unsqueeze(0)
+            cos, sin = self.rotary(tables[0], places)
             half = self.head_dim // 2
-            self.cos, self.sin = cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)
+            tables = self.tables = cos[0].contiguous(), torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)
+        return tables
 
 
 class _Layer:

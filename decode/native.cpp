@@ -2,7 +2,7 @@
 //
 // A pass over a few tokens takes as long as reading the weights once. So all of it is one parallel region, whose threads meet at
 // barriers instead of being started for each operation, and the weights lie in the order in which they are read.
-// Rounding to bf16 is where transformers has it; sums are in fp32.
+// Rounding to bf16 is where transformers has it, but for rotations; sums are in fp32.
 #include <immintrin.h>
 #include <omp.h>
 #include <sched.h>
@@ -34,7 +34,7 @@ struct Model {
     const Layer* layers;
     const bf16 *embedding, *norm;
     Matrix head;
-    int64_t num_layers, hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim;
+    int64_t vocab_size, num_layers, hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim;
     float norm_eps, query_key_norm_eps;
 };
 }
@@ -56,7 +56,7 @@ inline __m512 rounded(__m512 x) {
 
 // e^x as 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2]; relative error below 1e-6
 inline __m512 exponential(__m512 x) {
-    x = _mm512_min_ps(_mm512_max_ps(x, _mm512_set1_ps(-87.f)), _mm512_set1_ps(88.f));
+    x = _mm512_min_ps(_mm512_set1_ps(88.f), _mm512_max_ps(_mm512_set1_ps(-87.f), x));  // in this order a NaN stays one
     const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
     __m512 rest = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
     rest = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), rest);
@@ -101,16 +101,21 @@ class Parts {
     alignas(64) std::atomic<int64_t> next_{0};
 };
 
+// The compiler does not know that tiles, and what they are to be, are read from memory.
+inline void written() { asm volatile("" ::: "memory"); }
+
 // The tiles of a thread belong to whoever set them up last, such as oneDNN: they are given back as they were.
 class Tiles {
    public:
     Tiles() {
         _tile_storeconfig(&before_);
         Config ours{1, 0, {}, {}, {}, {}, {}};
-        for (int tile = 0; tile < 5; ++tile) ours.bytes[tile] = 64, ours.rows[tile] = TILE;
+        for (int tile = 0; tile < 8; ++tile) ours.bytes[tile] = 64, ours.rows[tile] = TILE;
+        written();
         _tile_loadconfig(&ours);
     }
     ~Tiles() {
+        written();
         if (before_.palette)
             _tile_loadconfig(&before_);
         else
@@ -126,35 +131,60 @@ class Tiles {
     Config before_;
 };
 
+// Products of two blocks with one or two tiles of 16 tokens, x [16 or 32, stride]: sums[tile of tokens * 2 + block].
+template <int TILES>
+inline void multiply_pair(const bf16* weights, int64_t num_inputs, const bf16* x, int64_t stride,
+                          float (&sums)[4][TILE][WIDTH]) {
+    const bf16* const next = weights + num_inputs * WIDTH;
+    written();
+    _tile_zero(0);
+    _tile_zero(1);
+    if constexpr (TILES == 2) {
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    for (int64_t k = 0; k < num_inputs; k += 32) {  // 16 pairs of inputs of a block are a tile as they lie in memory
+        _tile_loadd(4, x + k, stride * sizeof(bf16));
+        _tile_loadd(6, weights + k * WIDTH, 64);
+        _tile_loadd(7, next + k * WIDTH, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        if constexpr (TILES == 2) {
+            _tile_loadd(5, x + TILE * stride + k, stride * sizeof(bf16));
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+    _tile_stored(0, sums[0], 64);
+    _tile_stored(1, sums[1], 64);
+    if constexpr (TILES == 2) {
+        _tile_stored(2, sums[2], 64);
+        _tile_stored(3, sums[3], 64);
+    }
+}
+
 // Products of blocks [begin, end), an even number, with x [num_tokens, stride], readable up to a multiple of 16 tokens.
-// Calls take(block, token, sums, sums of the next block). 16 pairs of inputs of a block are a tile as they lie in memory.
+// Calls take(block, token, sums, sums of the next block).
 template <class Take>
 void multiply(const Matrix& matrix, int64_t begin, int64_t end, const bf16* x, int64_t stride, int64_t num_tokens,
               Take take) {
-    alignas(64) float sums[2][TILE][WIDTH];
-    const int64_t size = matrix.num_inputs * WIDTH;
-    for (int64_t first = 0; first < num_tokens; first += TILE)
+    alignas(64) float sums[4][TILE][WIDTH];
+    for (int64_t first = 0; first < num_tokens; first += 2 * TILE) {
+        const bool two = num_tokens - first > TILE;
         for (int64_t block = begin; block < end; block += 2) {
-            const bf16* weights = matrix.packed + block * size;
-            asm volatile("" ::: "memory");  // the compiler does not know that tiles are read from memory
-            _tile_zero(0);
-            _tile_zero(1);
-            for (int64_t k = 0; k < matrix.num_inputs; k += 32) {
-                _tile_loadd(2, x + first * stride + k, stride * sizeof(bf16));
-                _tile_loadd(3, weights + k * WIDTH, 64);
-                _tile_loadd(4, weights + size + k * WIDTH, 64);
-                _tile_dpbf16ps(0, 2, 3);
-                _tile_dpbf16ps(1, 2, 4);
-            }
-            _tile_stored(0, sums[0], 64);
-            _tile_stored(1, sums[1], 64);
+            const auto multiply_here = two ? multiply_pair<2> : multiply_pair<1>;
+            multiply_here(matrix.packed + block * matrix.num_inputs * WIDTH, matrix.num_inputs, x + first * stride,
+                          stride, sums);
             __m512 bias[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
             if (matrix.bias)
                 for (int b = 0; b < 2; ++b) bias[b] = _mm512_loadu_ps(matrix.bias + (block + b) * WIDTH);
-            for (int64_t m = 0; m < std::min(TILE, num_tokens - first); ++m)
-                take(block, first + m, _mm512_add_ps(bias[0], _mm512_load_ps(sums[0][m])),
-                     _mm512_add_ps(bias[1], _mm512_load_ps(sums[1][m])));
+            for (int64_t m = 0; m < std::min(2 * TILE, num_tokens - first); ++m) {
+                const auto* of_token = &sums[m / TILE * 2][m % TILE];
+                take(block, first + m, _mm512_add_ps(bias[0], _mm512_load_ps(of_token[0])),
+                     _mm512_add_ps(bias[1], _mm512_load_ps(of_token[TILE])));
+            }
         }
+    }
 }
 
 void rms_norm(const bf16* x, const bf16* weight, float eps, int64_t size, bf16* to) {
@@ -205,8 +235,8 @@ void transpose(const float (&from)[TILE][WIDTH], float* to, int64_t stride) {
 // What a thread needs to let up to 16 queries look at one head's keys and values.
 class Attention {
    public:
-    Attention(int64_t capacity, int64_t head_dim)
-        : size_(head_dim), room_((capacity + 31) / 32 * 32), queries_(TILE * head_dim), tail_(32 * head_dim),
+    Attention(int64_t length, int64_t head_dim)
+        : size_(head_dim), room_((length + 31) / 32 * 32), queries_(TILE * head_dim), tail_(32 * head_dim),
           scores_(TILE * room_), weights_(TILE * room_),
           packed_(TILE * head_dim) {}
 
@@ -237,12 +267,13 @@ class Attention {
                     _mm512_store_si512(pairs[0][pair], _mm512_unpacklo_epi16(even, odd));
                     _mm512_store_si512(pairs[1][pair], _mm512_unpackhi_epi16(even, odd));
                 }
-                asm volatile("" ::: "memory");  // the compiler does not know that tiles are read from memory
+                written();
                 _tile_loadd(2, weights_.data() + place, room_ * sizeof(bf16));
                 _tile_loadd(3, pairs[0], 64);
                 _tile_loadd(4, pairs[1], 64);
                 _tile_dpbf16ps(0, 2, 3);
                 _tile_dpbf16ps(1, 2, 4);
+                written();  // before it is written to again
             }
             _tile_stored(0, sums[0], 64);
             _tile_stored(1, sums[1], 64);
@@ -268,7 +299,7 @@ class Attention {
         }
         for (int64_t place = 0; place < length; place += TILE) {
             const bf16* from = whole(keys, place, length, TILE);
-            asm volatile("" ::: "memory");
+            written();
             _tile_zero(0);
             for (int64_t begin = 0; begin < size_; begin += 32) {
                 _tile_loadd(2, from + begin, size_ * sizeof(bf16));
@@ -322,19 +353,25 @@ extern "C" {
 // Asks Linux for the tiles; 0 if they are granted.
 int64_t request_tiles() { return syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */); }
 
-// Reads `width` tokens of each row at these places, and adds them to the caches.
+// Reads `width` tokens of each row at these places, and adds them to the caches. 0, or 1 with nothing done where a token
+// or a place is none of the model or the caches.
 //
 // tokens, places: [num_rows, width].
 // keys, values: of each layer, [rows, kv_heads, capacity, head_dim]. cos, sin: [capacity, head_dim].
 // last: [tokens, hidden_size], what enters the head. logits: [tokens, outputs of the head], or null.
-void forward(const Model* model, bf16* const* keys, bf16* const* values, int64_t capacity, int64_t num_rows,
-             int64_t width, const int64_t* tokens, const int64_t* places, const bf16* cos, const bf16* sin, bf16* last,
-             bf16* logits, int64_t num_threads) {
+int64_t forward(const Model* model, bf16* const* keys, bf16* const* values, int64_t capacity, int64_t num_rows,
+                int64_t width, const int64_t* tokens, const int64_t* places, const bf16* cos, const bf16* sin,
+                bf16* last, bf16* logits, int64_t num_threads) {
     const int64_t n = num_rows * width, padded = (n + TILE - 1) / TILE * TILE;  // tiles are read whole
+    if (n == 0) return 0;
+    const int64_t length = *std::max_element(places, places + n) + 1;
     const int64_t hidden_size = model->hidden_size, middle_size = model->intermediate_size;
     const int64_t num_heads = model->num_heads, num_kv_heads = model->num_kv_heads, head_dim = model->head_dim;
     const int64_t group = num_heads / num_kv_heads, attended_size = num_heads * head_dim;
     const int64_t qkv_size = attended_size + 2 * num_kv_heads * head_dim;
+    if (length > capacity || *std::min_element(places, places + n) < 0) return 1;
+    for (int64_t m = 0; m < n; ++m)
+        if (tokens[m] < 0 || tokens[m] >= model->vocab_size) return 1;
     constexpr int64_t NUM_OPERATIONS = 6;
     static thread_local std::vector<bf16> scratch;  // kept: new memory would cost a page fault for each of its pages
     scratch.resize(padded * (2 * hidden_size + qkv_size + attended_size + middle_size));
@@ -351,7 +388,7 @@ void forward(const Model* model, bf16* const* keys, bf16* const* values, int64_t
 #pragma omp parallel num_threads(int(num_threads))
     {
         const Tiles tiles;
-        Attention attention(capacity, head_dim);
+        Attention attention(length, head_dim);
         const auto normalise = [&](const bf16* weight, float eps, bf16* to) {
             for (int64_t m = omp_get_thread_num(); m < n; m += omp_get_num_threads())  // perhaps fewer than asked for
                 rms_norm(hidden + m * hidden_size, weight, eps, hidden_size, to + m * hidden_size);
@@ -447,5 +484,6 @@ void forward(const Model* model, bf16* const* keys, bf16* const* values, int64_t
             });
         }
     }
+    return 0;
 }
 }

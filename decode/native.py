@@ -4,12 +4,14 @@ torch starts some three hundred operations for it, each of them on all cores. na
 region, over a few tokens at the speed at which the weights are read.
 """
 
+import contextlib
 import ctypes
 import functools
 import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -20,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .cache import BufferLayer, KVCache
+from .cache import KVCache
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +50,7 @@ class _Model(ctypes.Structure):
     _fields_ = (
         *((name, Address) for name in ("layers", "embedding", "norm")),
         ("head", _Matrix),
-        *((name, Size) for name in ("num_layers", "hidden_size", "intermediate_size")),
+        *((name, Size) for name in ("vocab_size", "num_layers", "hidden_size", "intermediate_size")),
         *((name, Size) for name in ("num_heads", "num_kv_heads", "head_dim")),
         *((name, ctypes.c_float) for name in ("norm_eps", "query_key_norm_eps")),
     )
@@ -69,16 +71,32 @@ def native_forward(model: PreTrainedModel) -> "NativeForward | None":
 
 
 def _refuse(model: PreTrainedModel) -> None:
-    if model.device.type != "cpu" or model.dtype != torch.bfloat16:
+    if model.device.type != "cpu" or any(weight.dtype != torch.bfloat16 for weight in model.parameters()):
         raise Unavailable(f"it is made for bfloat16 on CPUs, and this is {model.dtype} on {model.device.type}")
-    config = model.config.get_text_config()
-    for name in ("hidden_size", "intermediate_size"):
-        if getattr(config, name) % BLOCK:
-            raise Unavailable(f"{name} {getattr(config, name)} is no multiple of {BLOCK}")
-    if _head_dim(config) % BLOCK:
-        raise Unavailable(f"head_dim {_head_dim(config)} is no multiple of {BLOCK}")
-    if any(weight.dtype != torch.bfloat16 for weight in model.parameters()):
-        raise Unavailable("not all of its weights are bfloat16")
+    config: Any = model.config.get_text_config()
+    layers: Any = model.get_decoder().layers
+    shapes = [{name: weight.shape for name, weight in layer.named_parameters()} for layer in layers]
+    if any(each != shapes[0] for each in shapes):
+        raise Unavailable("its layers differ in shape")
+    if any(len(set(eps)) > 1 for eps in zip(*map(_epsilons, layers), strict=True)):
+        raise Unavailable("its layers differ in the epsilon of a norm")
+    first = layers[0]
+    sizes = {
+        "hidden_size": (config.hidden_size, first.self_attn.o_proj.out_features, first.mlp.down_proj.out_features),
+        "intermediate_size": (config.intermediate_size, first.mlp.gate_proj.out_features),
+        "head_dim": (first.self_attn.head_dim, first.self_attn.o_proj.in_features // config.num_attention_heads),
+    }
+    for name, (size, *of_weights) in sizes.items():
+        if any(each != size for each in of_weights):
+            raise Unavailable(f"its weights have another {name} than its config")
+        if size % BLOCK:
+            raise Unavailable(f"{name} {size} is no multiple of {BLOCK}")
+
+
+def _epsilons(layer: Any) -> list[float]:
+    norms = [layer.input_layernorm, layer.post_attention_layernorm]
+    norms += [layer.self_attn.q_norm, layer.self_attn.k_norm] if hasattr(layer.self_attn, "q_norm") else []
+    return [norm.variance_epsilon for norm in norms]
 
 
 @functools.cache
@@ -92,35 +110,35 @@ def _library() -> ctypes.CDLL:
         raise Unavailable(f"it is made for Linux on x86-64, and this is {platform.system()} on {platform.machine()}")
     if not (torch.cpu._is_avx512_bf16_supported() and torch.cpu._is_amx_tile_supported()):
         raise Unavailable("this processor has no bf16 matrix units (AVX-512 BF16 and AMX)")
-    compiler = os.environ.get("CXX", "g++")
-    if shutil.which(compiler) is None:
-        raise Unavailable(f"there is no C++ compiler {compiler}")
-    key = hashlib.sha256(SOURCE.read_bytes() + " ".join([compiler, *FLAGS]).encode()).hexdigest()[:16]
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "draftsmith"
-    path = folder / f"native-{key}.so"
+    compiler = shlex.split(os.environ.get("CXX") or "g++")
+    if shutil.which(compiler[0]) is None:
+        raise Unavailable(f"there is no C++ compiler {compiler[0]}")
     try:
-        if not path.is_file():
-            _compile(compiler, path)
-        library = ctypes.CDLL(str(path))
-    except (OSError, subprocess.CalledProcessError) as error:
-        said = getattr(error, "stderr", None) or str(error)
-        raise Unavailable(f"compiling it failed: {said.strip().splitlines()[0]}") from error
-    library.request_tiles.restype = Size
+        library = _load([*compiler, *FLAGS])
+    except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
+        said = getattr(error, "stderr", "").strip() or str(error)
+        raise Unavailable(f"compiling it failed: {said.splitlines()[0]}") from error
+    library.request_tiles.restype = library.forward.restype = Size
+    library.forward.argtypes = [Address] * 3 + [Size] * 3 + [Address] * 6 + [Size]
     if library.request_tiles():
         raise Unavailable("the system does not grant the use of matrix units")
     return library
 
 
-def _compile(compiler: str, path: Path) -> None:
+def _load(command: list[str]) -> ctypes.CDLL:
+    """What the command makes of native.cpp; once more where what was kept cannot be loaded."""
+    key = hashlib.sha256(SOURCE.read_bytes() + " ".join([*command, *platform.libc_ver()]).encode()).hexdigest()[:16]
+    path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "draftsmith" / f"native-{key}.so"
+    with contextlib.suppress(OSError):
+        return ctypes.CDLL(str(path))
+    logger.info("compiling native.cpp into %s, once for this machine", path.parent)
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # several processes may be at it
         made = Path(folder) / path.name
-        subprocess.run([compiler, *FLAGS, str(SOURCE), "-o", str(made)], check=True, capture_output=True, text=True)
+        arguments = [*command, str(SOURCE), "-o", str(made)]
+        subprocess.run(arguments, check=True, capture_output=True, text=True, errors="replace")
         made.replace(path)
-
-
-def _head_dim(config: Any) -> int:
-    return getattr(config, "head_dim", None) or int(config.hidden_size // config.num_attention_heads)
+    return ctypes.CDLL(str(path))
 
 
 class NativeForward:
@@ -137,23 +155,24 @@ class NativeForward:
         self.library = library
         self.kept: list[Tensor] = []  # what C++ knows by address
         self.vocab_size = model.get_output_embeddings().out_features
-        self.hidden_size, self.head_dim = config.hidden_size, _head_dim(config)
-        self.num_kv_heads = config.num_key_value_heads
+        self.hidden_size, self.num_kv_heads = config.hidden_size, config.num_key_value_heads
+        self.head_dim = backbone.layers[0].self_attn.head_dim
         self.layers = (_Layer * len(backbone.layers))(*[self._layer(layer) for layer in backbone.layers])
-        first = backbone.layers[0].self_attn
+        epsilons = _epsilons(backbone.layers[0])
         self.model = _Model(
             layers=ctypes.addressof(self.layers),
             embedding=self._address(backbone.embed_tokens.weight),
             norm=self._address(backbone.norm.weight),
             head=self._matrix([model.get_output_embeddings()]),
+            vocab_size=len(backbone.embed_tokens.weight),
             num_layers=len(backbone.layers),
             hidden_size=config.hidden_size,
             intermediate_size=config.intermediate_size,
             num_heads=config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads,
             head_dim=self.head_dim,
-            norm_eps=backbone.norm.variance_epsilon,
-            query_key_norm_eps=first.q_norm.variance_epsilon if hasattr(first, "q_norm") else 0.0,
+            norm_eps=epsilons[0],
+            query_key_norm_eps=epsilons[-1],
         )
 
     def __call__(
@@ -162,33 +181,33 @@ class NativeForward:
         """What enters the head, [rows, n, hidden], and logits [rows, n, vocab], after tokens, int64 [rows, n].
 
         Args:
-            tokens: of which the cache has made room.
+            tokens: for which the cache has made room.
             cache: their keys and values are added to it.
             cos, sin: bf16 [capacity, head_dim] rotary tables; sin carries the sign of the half it multiplies.
             with_logits: False leaves the head out.
+
+        Raises:
+            IndexError: a token that the model does not have.
         """
-        shape = tokens.shape
-        tokens, places = tokens.contiguous(), cache.positions.contiguous()
-        keys, values = (Address * len(cache.layers))(), (Address * len(cache.layers))()
-        for index, layer in enumerate(cache.layers):
-            assert isinstance(layer, BufferLayer)
-            if not layer.is_initialized:
-                empty = torch.empty(shape[0], self.num_kv_heads, 0, self.head_dim, dtype=torch.bfloat16)
-                layer.lazy_initialization(empty, empty)
-            assert layer.keys is not None and layer.values is not None
-            keys[index], values[index] = layer.keys.data_ptr(), layer.values.data_ptr()
-        last = torch.empty(*shape, self.hidden_size, dtype=torch.bfloat16)
-        logits = torch.empty(*shape, self.model.head.num_outputs, dtype=torch.bfloat16) if with_logits else None
-        self.library.forward(
-            ctypes.byref(self.model),
+        tokens, places = tokens.long().contiguous(), cache.positions.contiguous()
+        cache.allocate(self.num_kv_heads, self.head_dim, torch.bfloat16)
+        buffers = [[getattr(layer, name).data_ptr() for layer in cache.layers] for name in ("keys", "values")]
+        keys, values = ((Address * len(each))(*each) for each in buffers)
+        last = torch.empty(*tokens.shape, self.hidden_size, dtype=torch.bfloat16)
+        logits = torch.empty(*tokens.shape, self.model.head.num_outputs, dtype=torch.bfloat16) if with_logits else None
+        tensors = [
+            tensor if tensor is None else tensor.data_ptr() for tensor in (tokens, places, cos, sin, last, logits)
+        ]
+        if self.library.forward(
+            ctypes.addressof(self.model),
             keys,
             values,
-            Size(cache.capacity),
-            *map(Size, shape),
-            *(Address(tensor.data_ptr()) for tensor in (tokens, places, cos, sin, last)),
-            Address(None if logits is None else logits.data_ptr()),
-            Size(torch.get_num_threads()),
-        )
+            cache.capacity,
+            *tokens.shape,
+            *tensors,
+            torch.get_num_threads(),
+        ):
+            raise IndexError(f"a token is none of the model's {self.model.vocab_size}, or a place none of the cache's")
         return last, None if logits is None else logits[..., : self.vocab_size]
 
     def _layer(self, layer: Any) -> _Layer:

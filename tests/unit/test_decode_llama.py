@@ -148,6 +148,15 @@ class Adapter(nn.Module):
         return -2 * nn.functional.linear(x, self.weight)
 
 
+class Halved(Tensor):
+    """A weight whose products are not those of its numbers."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(function, types, args, kwargs or {})
+        return result.as_subclass(Tensor) * 0.5 if function is nn.functional.linear else result
+
+
 class Mirrored(LlamaForCausalLM):
     def forward(self, input_ids: Any = None, position_ids: Any = None, cache: Any = None, **more: Any) -> Any:
         output = super().forward(input_ids=input_ids, position_ids=position_ids, cache=cache, **more)
@@ -184,7 +193,19 @@ def scale_otherwise(model: Any) -> None:
     model.model.layers[0].self_attn.scaling = 3.0
 
 
+def bias_one_projection(model: Any) -> None:
+    linear = model.model.layers[0].self_attn.k_proj
+    linear.bias = nn.Parameter(torch.full((linear.out_features,), 3.0))
+
+
+def quantise_in_a_way_of_its_own(model: Any) -> None:
+    linear = model.model.layers[0].mlp.up_proj
+    linear.weight = nn.Parameter(Halved(linear.weight.detach()), requires_grad=False)
+
+
 CHANGES = [
+    bias_one_projection,
+    quantise_in_a_way_of_its_own,
     wrap_projection,
     wrap_head,
     steer,

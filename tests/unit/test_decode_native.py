@@ -2,7 +2,10 @@
 
 import copy
 import logging
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -183,10 +186,75 @@ def test_odd_sizes_and_other_types_do_without(tiny_llama: Build, caplog: pytest.
     ]
 
 
+def narrow_a_layer(model: Any) -> None:
+    mlp = model.model.layers[1].mlp
+    for linear in (mlp.gate_proj, mlp.up_proj):
+        linear.weight = nn.Parameter(linear.weight[:64].clone())
+    mlp.down_proj.weight = nn.Parameter(mlp.down_proj.weight[:, :64].clone())
+
+
+def narrow_all_layers(model: Any) -> None:
+    for layer in model.model.layers:
+        mlp = layer.mlp
+        for linear in (mlp.gate_proj, mlp.up_proj):
+            linear.weight, linear.out_features = nn.Parameter(linear.weight[:64].clone()), 64
+        mlp.down_proj.weight = nn.Parameter(mlp.down_proj.weight[:, :64].clone())
+
+
+def change_an_epsilon(model: Any) -> None:
+    model.model.layers[0].input_layernorm.variance_epsilon = 10.0
+
+
+@needs_units
+@pytest.mark.parametrize("change", [narrow_a_layer, narrow_all_layers, change_an_epsilon])
+@torch.inference_mode()
+def test_weights_that_are_not_as_the_config_says_do_without(change: Callable[[Any], None], tiny_llama: Build) -> None:
+    model, tokens = build("qwen2", tiny_llama), torch.tensor([[5, 6, 7]])
+    change(model)
+    cached = CachedModel(model, 1, 8)
+    assert cached.fast is not None and cached.fast.native is None
+    expected = model(input_ids=tokens).logits.float()
+    assert error(cached.forward(tokens), expected) < 0.05 * float(expected.std())
+
+
+@needs_units
+@torch.inference_mode()
+def test_a_token_that_is_none_of_the_models(tiny_llama: Build) -> None:
+    native, _ = with_and_without(build("llama", tiny_llama), 1, 8)
+    for token in (-1, 259, 10**9):
+        with pytest.raises(IndexError, match="a token is none of the model's 259"):
+            native.forward(torch.tensor([[5, token]]))
+
+
+@needs_units
+@torch.inference_mode()
+def test_not_a_number_is_not_hidden(tiny_llama: Build) -> None:
+    model = build("llama", tiny_llama)
+    model.model.layers[1].self_attn.k_proj.weight[0, 0] = torch.nan
+    native, plain = with_and_without(model, 1, 8)
+    tokens = torch.tensor([[5, 6, 7]])
+    assert native.forward(tokens).isnan().all() and plain.forward(tokens).isnan().all()
+
+
+@needs_units
+def test_fewer_threads_than_asked_for() -> None:
+    code = (
+        "import torch; from transformers import LlamaConfig, LlamaForCausalLM; from decode.model import CachedModel\n"
+        "config = LlamaConfig(vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1,"
+        " num_attention_heads=2, num_key_value_heads=2)\n"
+        "cached = CachedModel(LlamaForCausalLM(config).bfloat16().eval(), 1, 8); assert cached.fast.native\n"
+        "torch.set_num_threads(2); print(cached.forward(torch.tensor([[1, 2]])).shape)"
+    )
+    variables = os.environ | {"OMP_THREAD_LIMIT": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, timeout=100)
+    assert done.stdout.split() == ["torch.Size([1,", "2,", "64])"], done.stderr
+
+
 @pytest.mark.parametrize(
     ("variables", "reason"),
     [
         ({"CXX": "no-such-compiler"}, "there is no C.. compiler no-such-compiler"),
+        ({"CXX": "no-such-compiler -m64"}, "there is no C.. compiler no-such-compiler"),
         ({"CXX": "false"}, "compiling it failed: .*false"),
         ({"XDG_CACHE_HOME": "/dev/null"}, "compiling it failed: .*/dev/null"),
     ],
@@ -201,6 +269,7 @@ def test_without_a_compiler_or_a_folder_torch_does_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/nowhere")  # or what was compiled before is found
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(decode.native, "_library", decode.native._library.__wrapped__)
@@ -218,14 +287,19 @@ def test_it_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     decode.native._library.__wrapped__()
     (made,) = (tmp_path / "draftsmith").iterdir()  # and nothing half-made beside it
-    monkeypatch.setattr(decode.native, "_compile", None)  # would be called in vain
+    with monkeypatch.context() as context:
+        context.setattr(decode.native.subprocess, "run", None)  # would be called in vain
+        decode.native._library.__wrapped__()
+    broken = tmp_path / "other" / "draftsmith" / made.name  # as a crash may leave it
+    broken.parent.mkdir(parents=True)
+    broken.write_bytes(b"")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
     decode.native._library.__wrapped__()
-    assert made.suffix == ".so"
+    assert made.suffix == ".so" and broken.stat().st_size == made.stat().st_size
 
 
+@needs_units
 def test_a_head_with_fewer_rows_than_a_block(tiny_llama: Build) -> None:
-    if not available():
-        pytest.skip("needs a compiler and a CPU with bf16 matrix units")
     model = build("llama", tiny_llama)
     model.set_output_embeddings(nn.Linear(96, 7, bias=False).bfloat16())
     with torch.inference_mode():
