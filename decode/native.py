@@ -78,25 +78,33 @@ def _refuse(model: PreTrainedModel) -> None:
     shapes = [{name: weight.shape for name, weight in layer.named_parameters()} for layer in layers]
     if any(each != shapes[0] for each in shapes):
         raise Unavailable("its layers differ in shape")
-    if any(len(set(eps)) > 1 for eps in zip(*map(_epsilons, layers), strict=True)):
-        raise Unavailable("its layers differ in the epsilon of a norm")
-    first = layers[0]
-    sizes = {
-        "hidden_size": (config.hidden_size, first.self_attn.o_proj.out_features, first.mlp.down_proj.out_features),
-        "intermediate_size": (config.intermediate_size, first.mlp.gate_proj.out_features),
-        "head_dim": (first.self_attn.head_dim, first.self_attn.o_proj.in_features // config.num_attention_heads),
+    of_model, of_heads = _epsilons(model)
+    if len(of_model) > 1 or len(of_heads) > 1:
+        raise Unavailable("its norms differ in epsilon")
+    hidden, middle, head_dim = config.hidden_size, config.intermediate_size, layers[0].self_attn.head_dim
+    queries, keys = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
+    expected = {
+        "self_attn": {"q": (queries, hidden), "k": (keys, hidden), "v": (keys, hidden), "o": (hidden, queries)},
+        "mlp": {"gate": (middle, hidden), "up": (middle, hidden), "down": (hidden, middle)},
     }
-    for name, (size, *of_weights) in sizes.items():
-        if any(each != size for each in of_weights):
-            raise Unavailable(f"its weights have another {name} than its config")
+    for block, of_block in expected.items():
+        for name, shape in of_block.items():
+            if (found := tuple(shapes[0][f"{block}.{name}_proj.weight"])) != shape:
+                raise Unavailable(f"{name}_proj has the shape {found}, and its config says {shape}")
+    for name, size in {"hidden_size": hidden, "intermediate_size": middle, "head_dim": head_dim}.items():
         if size % BLOCK:
             raise Unavailable(f"{name} {size} is no multiple of {BLOCK}")
 
 
-def _epsilons(layer: Any) -> list[float]:
-    norms = [layer.input_layernorm, layer.post_attention_layernorm]
-    norms += [layer.self_attn.q_norm, layer.self_attn.k_norm] if hasattr(layer.self_attn, "q_norm") else []
-    return [norm.variance_epsilon for norm in norms]
+def _epsilons(model: PreTrainedModel) -> tuple[set[float], set[float]]:
+    """Of the norms of hidden states, and of those of queries and keys, which not all models have."""
+    backbone: Any = model.get_decoder()
+    of_model, of_heads = {backbone.norm.variance_epsilon}, set()
+    for layer in backbone.layers:
+        of_model |= {layer.input_layernorm.variance_epsilon, layer.post_attention_layernorm.variance_epsilon}
+        if hasattr(layer.self_attn, "q_norm"):
+            of_heads |= {layer.self_attn.q_norm.variance_epsilon, layer.self_attn.k_norm.variance_epsilon}
+    return of_model, of_heads
 
 
 @functools.cache
@@ -158,7 +166,7 @@ class NativeForward:
         self.hidden_size, self.num_kv_heads = config.hidden_size, config.num_key_value_heads
         self.head_dim = backbone.layers[0].self_attn.head_dim
         self.layers = (_Layer * len(backbone.layers))(*[self._layer(layer) for layer in backbone.layers])
-        epsilons = _epsilons(backbone.layers[0])
+        (norm_eps,), query_key_norm_eps = _epsilons(model)
         self.model = _Model(
             layers=ctypes.addressof(self.layers),
             embedding=self._address(backbone.embed_tokens.weight),
@@ -171,8 +179,8 @@ class NativeForward:
             num_heads=config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads,
             head_dim=self.head_dim,
-            norm_eps=epsilons[0],
-            query_key_norm_eps=epsilons[-1],
+            norm_eps=norm_eps,
+            query_key_norm_eps=next(iter(query_key_norm_eps), 0.0),
         )
 
     def __call__(
