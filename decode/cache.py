@@ -91,19 +91,17 @@ class KVCache(Cache):
         """Which buffer positions each new token sees, bool [batch, 1, num_tokens, extent]: itself and all before."""
         return (torch.arange(self.extent, device=self.device) <= self.positions.unsqueeze(-1)).unsqueeze(1)
 
-    def begin_with(self, other: "KVCache") -> None:
-        """Let every row, all of them empty, remember what the one row of another cache does."""
-        self.lengths = other.lengths * len(self.lengths)
+    def begin_with(self, other: "KVCache", rows: list[int]) -> None:
+        """Let row b, which is empty as all are, remember what row rows[b] of another cache does."""
+        self.lengths = [other.lengths[row] for row in rows]
+        length = max(self.lengths)
         for layer, theirs in zip(self.layers, other.layers, strict=True):
             assert isinstance(layer, BufferLayer) and isinstance(theirs, BufferLayer)
             assert theirs.keys is not None and theirs.values is not None
-            keys, values = (
-                states[:, :, : self.lengths[0]].expand(len(self.lengths), -1, -1, -1)
-                for states in (theirs.keys, theirs.values)
-            )
+            keys, values = (states[rows, :, :length] for states in (theirs.keys, theirs.values))
             layer.lazy_initialization(keys, values)
             assert layer.keys is not None and layer.values is not None
-            layer.keys[:, :, : self.lengths[0]], layer.values[:, :, : self.lengths[0]] = keys, values
+            layer.keys[:, :, :length], layer.values[:, :, :length] = keys, values
 
     def rollback(self, lengths: list[int]) -> None:
         """Forget all but the first lengths[b] tokens of each row b."""

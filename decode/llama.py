@@ -124,7 +124,6 @@ class LlamaForward:
         config = model.config.get_text_config()
         backbone: Any = model.get_decoder()
         self.embed = backbone.embed_tokens
-        self.head = model.get_output_embeddings()
         may_copy = _may_copy(model)
         self.native = native_forward(model) if may_copy else None
         self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -135,11 +134,13 @@ class LlamaForward:
             packed = may_copy and _can_pack(model)
             self.layers = [_Layer(layer, may_copy, packed) for layer in backbone.layers]
             self.norm, self.norm_eps = backbone.norm.weight, backbone.norm.variance_epsilon
-            self.project_head = _projection([self.head], may_copy, packed)
+            self.project_head = _projection([model.get_output_embeddings()], may_copy, packed)
 
     @torch.no_grad()
-    def __call__(self, tokens: Tensor, positions: Tensor, cache: KVCache, with_logits: bool) -> Tensor | None:
-        """Logits after tokens, int64 [rows, n] to [rows, n, vocab]; None when nobody wants them.
+    def __call__(
+        self, tokens: Tensor, positions: Tensor, cache: KVCache, with_logits: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """What enters the head after tokens, [rows, n, hidden], and logits [rows, n, vocab]; None if nobody wants them.
 
         Args:
             tokens, positions: int64 [rows, n].
@@ -148,10 +149,7 @@ class LlamaForward:
         """
         cos, sin = self._rotary_tables(cache.capacity)
         if self.native:
-            hidden, logits = self.native(tokens, cache, cos, sin, with_logits)
-            if with_logits:
-                self._show(hidden)
-            return logits
+            return self.native(tokens, cache, cos, sin, with_logits)
         hidden = self.embed(tokens)
         cos, sin = cos[positions].unsqueeze(2), sin[positions].unsqueeze(2)
         bias = None
@@ -178,15 +176,9 @@ class LlamaForward:
             )
             hidden = layer.down(F.silu(gate).mul_(up), hidden)
         if not with_logits:
-            return None
+            return None, None
         hidden = F.rms_norm(hidden, (hidden.shape[-1],), self.norm, self.norm_eps)
-        self._show(hidden)
-        return self.project_head(hidden)
-
-    def _show(self, hidden: Tensor) -> None:
-        """Let those who hooked into the head see what enters it, [rows, n, hidden]."""
-        for number, look in self.head._forward_pre_hooks.items():
-            look(self.head, (hidden,), *([{}] if number in self.head._forward_pre_hooks_with_kwargs else []))
+        return hidden, self.project_head(hidden)
 
     def _rotary_tables(self, capacity: int) -> tuple[Tensor, Tensor]:
         """cos and sin of all places, [capacity or more, head_dim]; sin carries the sign of the half it multiplies."""

@@ -1,6 +1,8 @@
 """A causal language model with its cache: feed tokens, get logits, forget tokens."""
 
+import contextlib
 import inspect
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -31,6 +33,8 @@ class CachedModel:
         self.spare = spare
         num_layers = model.config.get_text_config().num_hidden_layers
         self.cache = KVCache(num_layers, batch_size, capacity + spare, model.device)
+        # what entered the head in the last pass that had one, [batch, n, hidden]
+        self.hidden_states: Tensor | None = None
 
     @property
     def lengths(self) -> list[int]:
@@ -59,16 +63,27 @@ class CachedModel:
 
     def read(self, sequences: list[list[int]]) -> None:
         """Feed what is not in the cache yet of every sequence but for its last token, the first to be asked about."""
-        shared = _shared_beginning([ids[:-1] for ids in sequences])
-        if shared and len(sequences) > 1 and not any(self.lengths):  # a system prompt, which would be read once per row
-            alone = CachedModel(self.model, 1, len(shared))
-            alone.read([[*shared, 0]])
-            self.cache.begin_with(alone.cache)
+        if len(sequences) > 1 and not any(self.lengths):
+            self._read_what_is_shared([ids[:-1] for ids in sequences])
         pending = [ids[start:-1] for start, ids in zip(self.lengths, sequences, strict=True)]
         counts = list(map(len, pending))
         if width := max(counts):
             tokens = torch.tensor([ids + [0] * (width - len(ids)) for ids in pending])
             self._feed(tokens.to(self.model.device), counts, with_logits=False)
+
+    def _read_what_is_shared(self, sequences: list[list[int]]) -> None:
+        """Read once what several rows begin with: a prompt of which many samples are wanted, or a system prompt."""
+        unique = [list(ids) for ids in dict.fromkeys(map(tuple, sequences))]
+        if len(unique) == len(sequences):
+            unique = [_shared_beginning(sequences)]
+            rows = [0] * len(sequences)
+        else:
+            rows = [unique.index(ids) for ids in sequences]
+        if not all(unique):
+            return
+        once = CachedModel(self.model, len(unique), max(map(len, unique)))
+        once.read([[*ids, 0] for ids in unique])
+        self.cache.begin_with(once.cache, rows)
 
     def _feed(self, tokens: Tensor, counts: list[int], with_logits: bool) -> Tensor | None:
         positions = self.cache.write_at(tokens.shape[1])
@@ -76,15 +91,16 @@ class CachedModel:
             positions = positions.clamp_max(self.capacity - 1)
         logits: Tensor | None = None
         if self.fast:
-            logits = self.fast(tokens, positions, self.cache, with_logits)
+            self.hidden_states, logits = self.fast(tokens, positions, self.cache, with_logits)
         else:
-            output = (self.model if with_logits else self.model.get_decoder())(
-                input_ids=tokens,
-                position_ids=positions,
-                attention_mask=self._attention_mask(),
-                cache=self.cache,
-                use_cache=True,
-            )
+            with self._hidden_states_kept():
+                output = (self.model if with_logits else self.model.get_decoder())(
+                    input_ids=tokens,
+                    position_ids=positions,
+                    attention_mask=self._attention_mask(),
+                    cache=self.cache,
+                    use_cache=True,
+                )
             logits = output.logits if with_logits else None
         self.cache.lengths = [length + count for length, count in zip(self.cache.lengths, counts, strict=True)]
         return logits
@@ -94,6 +110,17 @@ class CachedModel:
 
     def select_rows(self, rows: list[int]) -> None:
         self.cache.select_rows(rows)
+
+    @contextlib.contextmanager
+    def _hidden_states_kept(self) -> Iterator[None]:
+        def keep(head: object, args: tuple[Tensor, ...]) -> None:
+            self.hidden_states = args[0]
+
+        hook = self.model.get_output_embeddings().register_forward_pre_hook(keep)
+        try:
+            yield
+        finally:
+            hook.remove()
 
     def _attention_mask(self) -> Tensor:
         mask = self.cache.attention_mask()

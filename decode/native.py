@@ -26,7 +26,8 @@ from .cache import KVCache
 
 logger = logging.getLogger(__name__)
 
-SOURCE = Path(__file__).with_name("native.cpp")
+SOURCES = [Path(__file__).with_name(name) for name in ("native.cpp", "native_sampling.cpp")]
+HEADER = Path(__file__).with_name("native.h")
 FLAGS = ["-std=c++17", "-O3", "-shared", "-fPIC", "-fopenmp", "-mfma"]
 FLAGS += [f"-m{name}" for name in ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512bf16", "amx-tile", "amx-bf16")]
 BLOCK = 32  # what inputs and outputs must be multiples of
@@ -64,7 +65,7 @@ def native_forward(model: PreTrainedModel) -> "NativeForward | None":
     """The pass for a Llama-like model; None where it has to do without, with the reason logged."""
     try:
         _refuse(model)
-        return NativeForward(model, _library())
+        return NativeForward(model, native_library())
     except Unavailable as reason:
         logger.info("decoding without the C++ pass: %s", reason)
         return None
@@ -108,8 +109,8 @@ def _epsilons(model: PreTrainedModel) -> tuple[set[float], set[float]]:
 
 
 @functools.cache
-def _library() -> ctypes.CDLL:
-    """native.cpp, compiled once a machine and kept in the user's cache folder.
+def native_library() -> ctypes.CDLL:
+    """The C++, compiled once a machine and kept in the user's cache folder.
 
     Raises:
         Unavailable: no such processor or compiler, or a folder that cannot be written to.
@@ -128,22 +129,26 @@ def _library() -> ctypes.CDLL:
         raise Unavailable(f"compiling it failed: {said.splitlines()[0]}") from error
     library.request_tiles.restype = library.forward.restype = Size
     library.forward.argtypes = [Address] * 3 + [Size] * 3 + [Address] * 6 + [Size]
+    library.draw.restype = library.log_sum_exp.restype = None
+    library.draw.argtypes = [Address] + [Size] * 3 + [Address] * 4 + [Size]
+    library.log_sum_exp.argtypes = [Address] + [Size] * 3 + [Address, Size]
     if library.request_tiles():
         raise Unavailable("the system does not grant the use of matrix units")
     return library
 
 
 def _load(command: list[str]) -> ctypes.CDLL:
-    """What the command makes of native.cpp; once more where what was kept cannot be loaded."""
-    key = hashlib.sha256(SOURCE.read_bytes() + " ".join([*command, *platform.libc_ver()]).encode()).hexdigest()[:16]
+    """What the command makes of the C++; once more where what was kept cannot be loaded."""
+    made_of = [path.read_bytes() for path in (HEADER, *SOURCES)] + [" ".join([*command, *platform.libc_ver()]).encode()]
+    key = hashlib.sha256(b"".join(made_of)).hexdigest()[:16]
     path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "draftsmith" / f"native-{key}.so"
     with contextlib.suppress(OSError):
         return ctypes.CDLL(str(path))
-    logger.info("compiling native.cpp into %s, once for this machine", path.parent)
+    logger.info("compiling C++ into %s, once for this machine", path.parent)
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # several processes may be at it
         made = Path(folder) / path.name
-        arguments = [*command, str(SOURCE), "-o", str(made)]
+        arguments = [*command, *map(str, SOURCES), "-o", str(made)]
         subprocess.run(arguments, check=True, capture_output=True, text=True, errors="replace")
         made.replace(path)
     return ctypes.CDLL(str(path))
@@ -154,7 +159,7 @@ class NativeForward:
 
     Args:
         model: Llama-like, bfloat16, with sizes that are multiples of BLOCK.
-        library: native.cpp.
+        library: the C++.
     """
 
     def __init__(self, model: PreTrainedModel, library: ctypes.CDLL) -> None:
@@ -185,7 +190,7 @@ class NativeForward:
 
     def __call__(
         self, tokens: Tensor, cache: KVCache, cos: Tensor, sin: Tensor, with_logits: bool
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor | None, Tensor | None]:
         """What enters the head, [rows, n, hidden], and logits [rows, n, vocab], after tokens, int64 [rows, n].
 
         Args:

@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from .completion import Completion
 from .params import SamplingParams
-from .speculative import SpeculativeEngine
+from .speculative import OnPass, SpeculativeEngine
 from .trace import Trace
 
 
@@ -30,17 +30,19 @@ class PlainDecoder:
         *,
         streams: list[int] | None = None,
         on_token: Callable[[int], None] | None = None,
+        on_pass: OnPass | None = None,
     ) -> list[Completion]:
         """Continue every prompt, all rows in one batch.
 
         Args:
             prompts, params, streams: as for `SpeculativeEngine.generate_ids`.
             on_token: called after each pass with the number of tokens it committed.
+            on_pass: called after each pass, before its tokens are chosen.
         """
         completions = self.engine.begin(prompts, params)
         if streams is None and isinstance(params, SamplingParams):
             streams = list(range(len(prompts)))
-        for rows in self.engine.rounds(completions, [Trace() for _ in prompts], streams):
+        for rows in self.engine.rounds(completions, [Trace() for _ in prompts], streams, on_pass):
             if on_token:
                 on_token(len(rows))
         return completions

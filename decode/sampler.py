@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from .completion import Completion
+from .native_sampling import can_draw, draw
 from .noise import ROWS_AT_A_TIME, RowNoise
 from .params import SamplingParams, SpeculationParams
 from .penalties import Penalties
@@ -105,6 +106,8 @@ class BatchSampler:
         if self.penalties:
             logits = self.penalties(logits, torch.zeros(len(logits), 0, dtype=torch.long, device=self.device))
         keys, step = self._plain_keys(), self.rows_at_a_time
+        if self.warper.temperatures and self.noise.spread is not None and can_draw(logits):
+            return draw(logits[:, 0], self.warper.temperatures, keys[:, 0], self.noise.spread)
         tokens = [
             self._draw(warper(part), keys[number * step : (number + 1) * step])
             for number, (warper, part) in enumerate(zip(self.warpers, torch.split(logits, step), strict=True))

@@ -125,6 +125,8 @@ class LogitsWarper:
             rows_by_kind.setdefault(kind, []).append(row)
         parameters = torch.tensor([list(temperature), list(top_k), list(top_p), list(min_p)], dtype=torch.float64)
         self.parts = [(rows, kind(parameters[:, rows].to(device), exact)) for kind, rows in rows_by_kind.items()]
+        # of all rows, where nothing else changes their distributions
+        self.temperatures = list(temperature) if set(rows_by_kind) == {_Whole} and not any(min_p) else None
 
     def __call__(self, logits: Float[Tensor, "rows positions vocab"]) -> Distribution:
         """Distributions [rows, positions, columns]; over few columns where all rows allow it."""

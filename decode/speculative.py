@@ -1,6 +1,6 @@
 """The loop: propose, verify in one target pass, commit. Without a proposer, it is plain decoding."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ from .sampler import BatchSampler
 from .trace import Round, Seconds, Stopwatch, Trace
 
 PLAIN = SpeculationParams()
+# shown which rows a pass of the target was for, what entered its head, [rows, n, hidden], and logits [rows, n, vocab]
+OnPass = Callable[[list[int], Tensor, Tensor], None]
 
 
 class SpeculativeEngine:
@@ -104,7 +106,11 @@ class SpeculativeEngine:
 
     @torch.inference_mode()
     def rounds(
-        self, completions: list[Completion], traces: list[Trace], streams: list[int] | None = None
+        self,
+        completions: list[Completion],
+        traces: list[Trace],
+        streams: list[int] | None = None,
+        on_pass: OnPass | None = None,
     ) -> Iterator[list[int]]:
         """Run round after round until every row has ended, filling `completions` and `traces` in place.
 
@@ -137,6 +143,9 @@ class SpeculativeEngine:
             watch.mark()
             pending = torch.tensor([[ids[-1]] for ids in sequences], device=device)
             logits = target.forward(torch.cat([pending, proposal.tokens], dim=1))
+            if on_pass:
+                assert target.hidden_states is not None
+                on_pass(active, target.hidden_states, logits)
             watch.mark()
             if proposal.tokens.shape[1]:
                 p = sampler.distribution(logits, proposal.tokens)

@@ -95,6 +95,7 @@ def test_a_ragged_batch_gets_the_logits_and_the_cache_of_transformers(name: str,
         lengths = list(fast.lengths)
         found, expected = fast.forward(tokens), own.forward(tokens)
         torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
+        torch.testing.assert_close(fast.hidden_states, own.hidden_states, atol=2e-4, rtol=1e-4)
         for layer, (mine, theirs) in enumerate(zip(fast.cache.layers, own.cache.layers, strict=True)):
             for row, length in enumerate(fast.lengths):
                 for name_of, a, b in (("keys", mine.keys, theirs.keys), ("values", mine.values, theirs.values)):

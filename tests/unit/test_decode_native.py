@@ -42,7 +42,7 @@ SHAPE: dict[str, Any] = dict(
 
 def available() -> bool:
     try:
-        decode.native._library()
+        decode.native.native_library()
     except Unavailable:
         return False
     return True
@@ -160,14 +160,12 @@ def test_threads_share_the_work(tiny_llama: Build) -> None:
 
 @needs_units
 @torch.inference_mode()
-def test_who_looks_at_what_enters_the_head_sees_it(tiny_llama: Build) -> None:
+def test_what_entered_the_head_is_kept(tiny_llama: Build) -> None:
     model = build("llama", tiny_llama)
-    native, _ = with_and_without(model, 1, 8)
-    seen: list[torch.Tensor] = []
-    hook = model.get_output_embeddings().register_forward_pre_hook(lambda module, args: seen.append(args[0]))
-    logits = native.forward(torch.tensor([[5, 6, 7]]))
-    hook.remove()
-    torch.testing.assert_close(model.get_output_embeddings()(seen[0]), logits, atol=0.02, rtol=0.02)
+    for cached in with_and_without(model, 1, 8):
+        logits = cached.forward(torch.tensor([[5, 6, 7]]))
+        assert cached.hidden_states is not None
+        torch.testing.assert_close(model.get_output_embeddings()(cached.hidden_states), logits, atol=0.02, rtol=0.02)
 
 
 @needs_units
@@ -288,7 +286,7 @@ def test_without_a_compiler_or_a_folder_torch_does_it(
     monkeypatch.setenv("XDG_CACHE_HOME", "/nowhere")  # or what was compiled before is found
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(decode.native, "_library", decode.native._library.__wrapped__)
+    monkeypatch.setattr(decode.native, "native_library", decode.native.native_library.__wrapped__)
     model, tokens = build("llama", tiny_llama), torch.tensor([[5, 6, 7]])
     cached = CachedModel(model, 1, 8)
     assert isinstance(cached.fast, LlamaForward) and cached.fast.native is None
@@ -301,16 +299,16 @@ def test_without_a_compiler_or_a_folder_torch_does_it(
 @needs_units
 def test_it_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    decode.native._library.__wrapped__()
+    decode.native.native_library.__wrapped__()
     (made,) = (tmp_path / "draftsmith").iterdir()  # and nothing half-made beside it
     with monkeypatch.context() as context:
         context.setattr(decode.native.subprocess, "run", None)  # would be called in vain
-        decode.native._library.__wrapped__()
+        decode.native.native_library.__wrapped__()
     broken = tmp_path / "other" / "draftsmith" / made.name  # as a crash may leave it
     broken.parent.mkdir(parents=True)
     broken.write_bytes(b"")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
-    decode.native._library.__wrapped__()
+    decode.native.native_library.__wrapped__()
     assert made.suffix == ".so" and broken.stat().st_size == made.stat().st_size
 
 

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from decode.completion import Completion
@@ -87,3 +89,16 @@ def test_it_says_how_many_rows_each_pass_served(target: LlamaForCausalLM) -> Non
     completions = PlainDecoder(target, frozenset(range(2, 20))).generate_ids(PROMPTS, SAMPLED, on_token=served.append)
     assert served == sorted(served, reverse=True)
     assert sum(served) == sum(len(completion.ids) for completion in completions)
+
+
+def test_it_shows_the_logits_of_each_pass_and_what_they_came_from(target: LlamaForCausalLM) -> None:
+    chosen: list[list[int]] = [[] for _ in PROMPTS]
+
+    def look(rows: list[int], hidden: Tensor, logits: Tensor) -> None:
+        torch.testing.assert_close(target.lm_head(hidden), logits)
+        for row, token in zip(rows, logits[:, -1].argmax(dim=-1).tolist(), strict=True):
+            chosen[row].append(token)
+
+    decoder = PlainDecoder(target, frozenset(range(2, 20)))
+    completions = decoder.generate_ids(PROMPTS, SamplingParams(temperature=0, max_new_tokens=12), on_pass=look)
+    assert chosen == [completion.ids for completion in completions]

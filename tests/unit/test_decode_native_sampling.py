@@ -1,0 +1,120 @@
+"""Tokens drawn from whole vocabularies by C++ are those that `sample` draws."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import decode.sampler
+from decode.completion import Completion
+from decode.native_sampling import _available, can_draw, draw, log_normalizers
+from decode.noise import RowNoise
+from decode.params import SamplingParams, SpeculationParams
+from decode.sampler import BatchSampler
+from decode.sampling import LogitsWarper, sample
+
+pytestmark = pytest.mark.skipif(not _available(), reason="needs a compiler and a CPU with bf16 matrix units")
+
+CPU = torch.device("cpu")
+ROWS = 12
+
+
+def logits_of(vocab_size: int, spread: float = 3.0, rows: int = ROWS) -> Tensor:
+    generator = torch.Generator().manual_seed(vocab_size)
+    return (spread * torch.randn(rows, vocab_size, generator=generator)).bfloat16()
+
+
+def noise_for(vocab_size: int, rows: int = ROWS) -> RowNoise:
+    return RowNoise(list(range(rows)), [0] * rows, CPU, vocab_size)
+
+
+def keys_of(noise: RowNoise, place: int) -> np.ndarray:
+    return noise.keys("next", np.full((len(noise.states), 1), place))
+
+
+def by_torch(logits: Tensor, temperatures: list[float], keys: np.ndarray, noise: RowNoise) -> Tensor:
+    rows, vocab_size = logits.shape
+    warper = LogitsWarper(temperatures, [0] * rows, [1.0] * rows, [0.0] * rows, CPU)
+    return sample(warper(logits.unsqueeze(1)), noise.exponentials(keys, range(vocab_size))).squeeze(1)
+
+
+@pytest.mark.parametrize("vocab_size", [1, 7, 16, 150, 49152])
+@pytest.mark.parametrize("spread", [0.0, 3.0, 40.0])
+def test_it_draws_what_sample_draws(vocab_size: int, spread: float) -> None:
+    logits, noise = logits_of(vocab_size, spread), noise_for(vocab_size)
+    temperatures = [0.3 + 0.2 * row for row in range(ROWS)]
+    drawn = []
+    for place in range(8):
+        keys = keys_of(noise, place)
+        assert noise.spread is not None
+        drawn.append(draw(logits, temperatures, keys[:, 0], noise.spread))
+        assert torch.equal(drawn[-1], by_torch(logits, temperatures, keys, noise))
+    # a negative control: other keys draw other tokens, unless one token has all the mass
+    assert vocab_size == 1 or spread == 40.0 or len(set(torch.stack(drawn).flatten().tolist())) > 3
+
+
+def test_rows_may_lie_apart_and_threads_do_not_matter() -> None:
+    wide, noise = logits_of(160), noise_for(160)
+    logits, keys = wide[:, :150], keys_of(noise, 0)[:, 0]
+    assert noise.spread is not None
+    found = draw(logits, [1.0] * ROWS, keys, noise.spread)
+    assert torch.equal(found, draw(logits.contiguous(), [1.0] * ROWS, keys, noise.spread))
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1 if threads > 1 else 2)
+        assert torch.equal(found, draw(logits, [1.0] * ROWS, keys, noise.spread))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_token_without_mass_is_never_drawn() -> None:
+    logits, noise = torch.full((400, 150), -torch.inf, dtype=torch.bfloat16), noise_for(150, 400)
+    logits[:, 77] = -3.0
+    assert noise.spread is not None
+    found = draw(logits, [5.0] * 400, keys_of(noise, 3)[:, 0], noise.spread)
+    assert found.tolist() == [77] * 400
+
+
+def test_tokens_come_as_often_as_they_should() -> None:
+    """Chi-square over 20,000 draws, whose critical value at 0.1% with 7 degrees of freedom is 24.3."""
+    rows = 20_000
+    logits = torch.tensor([0.0, 1.0, -1.0, 0.5, 2.0, -2.0, 0.25, 1.5]).bfloat16()
+    noise = noise_for(8, rows)
+    assert noise.spread is not None
+    found = draw(logits.expand(rows, 8).contiguous(), [0.7] * rows, keys_of(noise, 0)[:, 0], noise.spread)
+
+    def chi_square(temperature: float) -> float:
+        expected = rows * (logits.double() / temperature).softmax(0)
+        return float(((found.bincount(minlength=8) - expected) ** 2 / expected).sum())
+
+    assert chi_square(0.7) < 24.3 < chi_square(0.75)
+
+
+def test_normalizers_are_those_of_torch() -> None:
+    for logits in (logits_of(1), logits_of(150, 40.0)[:, 3:130], logits_of(49152)):
+        expected = logits.double().logsumexp(dim=-1).float()
+        torch.testing.assert_close(log_normalizers(logits), expected, atol=1e-5, rtol=1e-6)
+        torch.testing.assert_close(log_normalizers(logits.float()), expected, atol=1e-5, rtol=1e-6)
+
+
+def test_only_what_it_can_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not can_draw(torch.zeros(2, 5)) and not can_draw(torch.zeros(5, 2).bfloat16().T)
+    taken: list[int] = []
+
+    def watched(logits: Tensor, *arguments: object) -> Tensor:
+        taken.append(len(logits))
+        return draw(logits, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(decode.sampler, "draw", watched)
+    plain = SamplingParams(temperature=0.8, seed=1)
+    other = [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"temperature": 0.0}, {"repetition_penalty": 1.2}]
+    logits = logits_of(150, rows=2).unsqueeze(1)
+    for params in (plain, *(SamplingParams(**{"temperature": 0.8, "seed": 1} | each) for each in other)):
+        rows = [Completion([5], each, frozenset(), None) for each in (plain, params)]
+        sampler = BatchSampler(rows, [1, 2], [0, 0], SpeculationParams(), CPU, 150)
+        sampler.begin_round(0)
+        chosen = sampler.choose(logits)
+        with monkeypatch.context() as patch:
+            patch.setattr(decode.sampler, "can_draw", lambda logits: False)
+            assert torch.equal(chosen, sampler.choose(logits))
+    assert taken == [2]
