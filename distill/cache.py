@@ -1,23 +1,10 @@
-"""What the teacher says of the responses, on disk: one pass of the frozen target, read back in every epoch.
-
-Beside each response stands a signal for each of its tokens, in one of two kinds.
-
-`top_k` holds the k likeliest tokens at one temperature, their log p, the log of the mass of all others, and the log p
-of the text's own token; nothing is renormalised. log p is kept in fp16, whose rounding is at most 2^-11 of log p, so
-that p is off by at most 2^-11 p |log p| <= 2^-11 / e = 0.00018, and the p of a position together by at most 2^-11 of
-its entropy in nats. The mass of the others is that beside the exact p.
-
-`hidden_states` holds what entered the target's head, to the bit, and the logsumexp of the logits it became: with the
-frozen head, whole distributions at any temperature.
-"""
+"""What the teacher says of the responses, on disk: one pass of the frozen target, read back in every epoch."""
 
 import hashlib
-import json
 import logging
-import math
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,74 +16,21 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
-from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from decode.pair import describe_target, load_model, load_tokenizer, refuse_other_target
+from decode.pair import describe_target, load_model, load_tokenizer
 from decode.progress import ProgressBar
-from train.checkpoint import publish, write_text
 from train.provenance import provenance
 
-from .config import CacheConfig, SignalKind
-from .responses import (
-    COLUMNS,
-    GREEDY,
-    RECORD,
-    SPLITS,
-    has_split,
-    is_complete,
-    load_responses,
-    partial,
-    read_record,
-    refuse_responses_of_another_target,
-)
+from .config import CacheConfig
+from .parts import begin, finish, is_complete, part_path, partial, read_record, refuse_full_disk, save_part
+from .responses import COLUMNS, GREEDY, RECORD, SPLITS, has_split, load_responses, refuse_responses_of_another_target
+from .signal import SIGNAL_RECORD, SignalRecord, load_record, signal_record
 from .teacher import TeacherHead, collate, compile_layers, compiled, final_hidden_states
 
 logger = logging.getLogger(__name__)
 
-SIGNAL_RECORD = "cache.json"
 # what a kill costs at most; and what is in memory at a time
 PASSES_PER_PART = 8
-
-
-@dataclass(frozen=True, kw_only=True)
-class CacheRecord:
-    """What `cache.json` says of a signal.
-
-    Attributes:
-        kind: which of the two.
-        k: tokens kept at each position; None for hidden states.
-        temperature: of the distributions; None for hidden states, which serve any.
-        dtype: that of the target, and of its hidden states.
-        vocab_size, hidden_size: the shape of the target's head.
-        target: the teacher: where it was, and the hashes of its config and tokenizer.
-    """
-
-    kind: SignalKind
-    k: int | None
-    temperature: float | None
-    dtype: str
-    vocab_size: int
-    hidden_size: int
-    target: dict[str, str | None]
-
-    def columns(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Of each column: the dtype it is kept in, and the shape of what it holds for one token."""
-        if self.k is not None:
-            ids = torch.uint16 if self.vocab_size <= 2**16 else torch.int32
-            return {
-                "top_ids": (ids, (self.k,)),
-                "top_log_p": (torch.float16, (self.k,)),
-                "log_tail": (torch.float32, ()),
-                "token_log_p": (torch.float32, ()),
-            }
-        return {
-            "teacher_hidden": (getattr(torch, self.dtype), (self.hidden_size,)),
-            "log_normalizers": (torch.float32, ()),
-        }
-
-    @property
-    def bytes_per_token(self) -> int:
-        return sum(dtype.itemsize * math.prod(shape) for dtype, shape in self.columns().values())
 
 
 class Part(NamedTuple):
@@ -110,7 +44,7 @@ class Part(NamedTuple):
 def cache(config: CacheConfig) -> Path:
     """Write the responses anew, with the teacher's signal for each of their tokens.
 
-    The columns are those of `respond`, and those of `CacheRecord.columns`, each the raw bytes of its values for the
+    The columns are those of `respond`, and those of `SignalRecord.columns`, each the raw bytes of its values for the
     row's response tokens, in order. Interrupted, the same call goes on after the last complete part.
 
     Raises:
@@ -119,7 +53,7 @@ def cache(config: CacheConfig) -> Path:
     """
     datasets.disable_progress_bars()
     output = Path(config.output)
-    made_by = read_record(config.responses)
+    made_by = read_record(config.responses, RECORD)
     name = config.target or made_by.get("target", {}).get("id") or made_by["settings"]["target"]
     settings = {key: value for key, value in asdict(config).items() if key not in ("responses", "output")}
     settings["target"] = name
@@ -136,15 +70,15 @@ def cache(config: CacheConfig) -> Path:
         compile_layers(target)
         head.log_normalizers = compiled(head.log_normalizers)  # type: ignore[method-assign]
         head.log_probabilities = compiled(head.log_probabilities)  # type: ignore[method-assign]
-    record = _record(config, target, head, describe_target(name, tokenizer))
+    top_k, temperature = (config.top_k, config.temperature) if config.kind == "top_k" else (None, None)
+    record = signal_record(target, head, describe_target(name, tokenizer), top_k, temperature)
     parts = _parts(folder, splits, PASSES_PER_PART * config.tokens_per_pass)
     _refuse_full_disk(output, record, splits, parts)
-    if (begun := load_record(str(folder))) is None:
-        folder.mkdir(parents=True, exist_ok=True)
-        content = {"settings": settings, **asdict(record), "provenance": provenance(asdict(config))}
-        write_text(folder / SIGNAL_RECORD, json.dumps(content, indent=2))
-    elif begun != record:
+    if (begun := load_record(str(folder))) is not None and begun != record:
         raise ValueError(f"output {output}: was begun with another target of the same name; delete {folder}")
+    content = {"settings": settings, **asdict(record), "provenance": provenance(asdict(config))}
+    begin(output, SIGNAL_RECORD, content)
+    features = datasets.Features({**COLUMNS, **record.features()})
     with ProgressBar("teacher signal", sum(part.num_tokens for part in parts)) as bar:
         for part in parts:
             end = bar.done + part.num_tokens
@@ -154,57 +88,10 @@ def cache(config: CacheConfig) -> Path:
             rows = part.rows.to_list()
             for num_tokens in _add_signal(rows, target, head, record, config):
                 bar.advance(num_tokens)
-            _save(rows, _features(record), part.path)
-    _finish(folder, parts, _features(record), Path(config.responses))
-    publish(folder, output)
+            save_part(rows, features, part.path)
+    shutil.copy(Path(config.responses) / RECORD, folder / RECORD)
+    finish(output, [part.path for part in parts], features, SIGNAL_RECORD)
     return output
-
-
-def load_record(folder: str) -> CacheRecord | None:
-    """What signal stands beside these responses; None where there is none.
-
-    Raises:
-        ValueError: its record is damaged.
-    """
-    if not (Path(folder) / SIGNAL_RECORD).is_file():
-        return None
-    record = read_record(folder, SIGNAL_RECORD)
-    try:
-        return CacheRecord(**{field.name: record[field.name] for field in fields(CacheRecord)})
-    except KeyError as error:
-        raise ValueError(f"responses {folder}: {SIGNAL_RECORD} does not say its {error}; make them anew") from error
-
-
-def load_signal(rows: list[dict[str, Any]], record: CacheRecord) -> dict[str, Tensor]:
-    """The signal of some rows, for all their response tokens in order.
-
-    Args:
-        rows: of a folder that `cache` wrote.
-        record: what `load_record` says of it.
-
-    Returns:
-        For top_k: top_ids int64 [tokens, k], by descending p; top_log_p fp32 [tokens, k]; log_tail fp32 [tokens], the
-        log of the mass of all other tokens, -inf for none; token_log_p fp32 [tokens], log p of the text's own token.
-        For hidden_states: teacher_hidden [tokens, hidden] in the target's dtype; log_normalizers fp32 [tokens], at
-        temperature 1.
-    """
-    signal = {}
-    for name, (dtype, shape) in record.columns().items():
-        raw = bytearray().join(row[name] for row in rows)
-        values = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
-        signal[name] = values.view(-1, *shape)
-    if record.kind == "top_k":
-        signal["top_ids"], signal["top_log_p"] = signal["top_ids"].long(), signal["top_log_p"].float()
-    return signal
-
-
-def refuse_cache_of_another_target(folder: str, record: CacheRecord, name: str, tokenizer: Tokenizer) -> None:
-    """A teacher's signal can stand in for that teacher only.
-
-    Raises:
-        ValueError: the signal in `folder` is not that of target `name`.
-    """
-    refuse_other_target(record.target, describe_target(name, tokenizer), f"teacher's signal in {folder}")
 
 
 def top_k_and_tail(log_p: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -229,24 +116,6 @@ def _responses(folder: str) -> dict[str, datasets.Dataset]:
     return {split: load_responses(folder, split).select_columns(list(COLUMNS)) for split in there}
 
 
-def _record(
-    config: CacheConfig, target: PreTrainedModel, head: TeacherHead, described: dict[str, str | None]
-) -> CacheRecord:
-    vocab_size, hidden_size = head.weight.shape
-    top_k = config.kind == "top_k"
-    if top_k and config.top_k > vocab_size:
-        raise ValueError(f"top_k: {config.top_k} is not possible; the target has {vocab_size} tokens")
-    return CacheRecord(
-        kind=config.kind,
-        k=config.top_k if top_k else None,
-        temperature=config.temperature if top_k else None,
-        dtype=str(target.dtype).removeprefix("torch."),
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        target=described,
-    )
-
-
 def _parts(folder: Path, splits: dict[str, datasets.Dataset], max_tokens: int) -> list[Part]:
     """The files to be made: rows of at most so many tokens together, but at least one row."""
     parts = []
@@ -260,7 +129,7 @@ def _parts(folder: Path, splits: dict[str, datasets.Dataset], max_tokens: int) -
             num_tokens += length
         ends.append(len(lengths))
         for number, (start, end) in enumerate(pairwise([0, *ends])):
-            path = folder / split / f"data-{number:05d}-of-{len(ends):05d}.arrow"
+            path = part_path(folder, split, number, len(ends))
             parts.append(Part(path, rows.select(range(start, end)), sum(lengths[start:end])))
     return parts
 
@@ -277,7 +146,7 @@ def _num_response_tokens(rows: datasets.Dataset) -> int:
 
 
 def _refuse_full_disk(
-    output: Path, record: CacheRecord, splits: dict[str, datasets.Dataset], parts: list[Part]
+    output: Path, record: SignalRecord, splits: dict[str, datasets.Dataset], parts: list[Part]
 ) -> None:
     """Say how large the signal will be, before anything is made.
 
@@ -291,17 +160,12 @@ def _refuse_full_disk(
         *(num_tokens, record.bytes_per_token, signal, text),
     )
     needed = signal + text - sum(part.path.stat().st_size for part in parts if part.path.exists())
-    output.parent.mkdir(parents=True, exist_ok=True)
-    if needed > (free := shutil.disk_usage(output.parent).free):
-        raise ValueError(
-            f"output {output}: needs {needed / 1e9:.2f} GB, and the disk has {free / 1e9:.2f} GB free; "
-            "free some, name a folder on another disk, or keep less with kind top_k and a smaller top_k"
-        )
+    refuse_full_disk(output, needed, "keep less with kind top_k and a smaller top_k")
 
 
 @torch.inference_mode()
 def _add_signal(
-    rows: list[dict[str, Any]], target: PreTrainedModel, head: TeacherHead, record: CacheRecord, config: CacheConfig
+    rows: list[dict[str, Any]], target: PreTrainedModel, head: TeacherHead, record: SignalRecord, config: CacheConfig
 ) -> Iterator[int]:
     """Put the signal's columns into the rows; yields after each pass how many tokens of text it took."""
     for places in _passes([len(row["input_ids"]) for row in rows], config.tokens_per_pass):
@@ -315,10 +179,10 @@ def _add_signal(
             for states, tokens in zip(torch.split(hidden, size), torch.split(following, size), strict=True)
         ]
         counts = batch["predicts"].sum(dim=1).tolist()
-        for name, (dtype, _) in record.columns().items():
-            values = torch.cat([chunk[name] for chunk in chunks]).cpu().to(dtype)
+        for name in record.columns():
+            values = torch.cat([chunk[name] for chunk in chunks])
             for row, of_row in zip(chosen, torch.split(values, counts), strict=True):
-                row[name] = of_row.view(torch.uint8).numpy().tobytes()
+                row[name] = record.to_bytes(name, of_row)
         yield sum(len(row["input_ids"]) for row in chosen)
 
 
@@ -331,7 +195,7 @@ def _passes(lengths: list[int], tokens_per_pass: int) -> Iterator[list[int]]:
         places = places[num_rows:]
 
 
-def _signal(hidden: Tensor, following: Tensor, head: TeacherHead, record: CacheRecord) -> dict[str, Tensor]:
+def _signal(hidden: Tensor, following: Tensor, head: TeacherHead, record: SignalRecord) -> dict[str, Tensor]:
     """What is kept of some tokens, by column, before its dtype is that of the column.
 
     Args:
@@ -348,43 +212,3 @@ def _signal(hidden: Tensor, following: Tensor, head: TeacherHead, record: CacheR
     # below that, p is zero in any arithmetic; but -inf times zero would be no number
     log_p = log_p.clamp_min(torch.finfo(torch.float16).min)
     return {"top_ids": ids, "top_log_p": log_p, "log_tail": log_tail, "token_log_p": own}
-
-
-def _features(record: CacheRecord) -> datasets.Features:
-    return datasets.Features({**COLUMNS, **{name: datasets.Value("large_binary") for name in record.columns()}})
-
-
-def _save(rows: list[dict[str, Any]], features: datasets.Features, path: Path) -> None:
-    """One file of a split, as `datasets` writes them: complete, or not under its name."""
-    path.parent.mkdir(exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    schema = features.arrow_schema
-    with pa.OSFile(str(temporary), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
-        writer.write_table(pa.Table.from_pylist(rows, schema=schema))
-    publish(temporary, path)
-
-
-def _finish(folder: Path, parts: list[Part], features: datasets.Features, responses: Path) -> None:
-    """Write what makes a `datasets.DatasetDict` of the parts where they lie; a copy of them would need the disk twice.
-
-    `datasets` reads a split from the files that its state.json names, by the features in its dataset_info.json.
-    """
-    splits: dict[str, list[str]] = {}
-    for part in parts:
-        splits.setdefault(part.path.parent.name, []).append(part.path.name)
-    for split, names in splits.items():
-        datasets.DatasetInfo(features=features).write_to_directory(str(folder / split))
-        # tells `datasets` which rows a derived file is of
-        fingerprint = hashlib.sha256(f"{split} {(folder / SIGNAL_RECORD).read_text()}".encode()).hexdigest()[:16]
-        state: dict[str, Any] = {
-            "_data_files": [{"filename": name} for name in names],
-            "_fingerprint": fingerprint,
-            "_format_columns": None,
-            "_format_kwargs": {},
-            "_format_type": None,
-            "_output_all_columns": False,
-            "_split": None,
-        }
-        write_text(folder / split / "state.json", json.dumps(state, indent=2))
-    write_text(folder / "dataset_dict.json", json.dumps({"splits": list(splits)}))
-    shutil.copy(responses / RECORD, folder / RECORD)

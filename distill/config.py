@@ -23,6 +23,8 @@ class RespondConfig:
         samples_per_prompt: responses to each training prompt
         batch_size: prompts decoded at a time
         heldout_fraction: share of the prompts held out when the prompt set does not say which
+        keep_states: also keep what entered the target's head before each token, so that training needs no pass of the
+            target and the responses no `spec-distill cache`; 2 bytes a token and unit of width in bf16
         dtype: of the target; auto keeps the checkpoint's
     """
 
@@ -33,6 +35,7 @@ class RespondConfig:
     samples_per_prompt: int = 1
     batch_size: int = 128
     heldout_fraction: float = 0.1
+    keep_states: bool = False
     dtype: Dtype = "auto"
 
     def __post_init__(self) -> None:

@@ -19,7 +19,8 @@ from train.checkpoint import write_text
 
 from .config import RunConfig
 from .judge import expected_rounds
-from .responses import read_record
+from .parts import read_record
+from .responses import RECORD
 from .task import DistillTask
 from .texts import Rows
 
@@ -35,7 +36,7 @@ def why_unprovable(task: DistillTask, config: RunConfig) -> str | None:
     """Why the held-out texts do not tell what the pair will accept; None where they do."""
     if not task.texts.by_target:
         return f"{config.responses} is not text of the target"
-    record = read_record(config.responses)
+    record = read_record(config.responses, RECORD)
     key = "config_sha256"
     if record.get("target", {}).get(key, task.pair.target.get(key)) != task.pair.target.get(key):
         return f"{config.responses} is text of another target"
@@ -144,7 +145,7 @@ def students_quantile(freedom: int) -> float:
 
 def _sampling_of(config: RunConfig) -> SamplingParams:
     """How the responses were sampled."""
-    return SamplingParams(**read_record(config.responses)["settings"]["sampling"])
+    return SamplingParams(**read_record(config.responses, RECORD)["settings"]["sampling"])
 
 
 def _predicted(task: DistillTask, rows: Rows, greedy: bool) -> list[tuple[float, float]]:

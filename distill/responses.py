@@ -1,27 +1,30 @@
 """Responses of the target: generated once, kept as token ids, learnt from and judged on many times."""
 
 import hashlib
-import json
 import logging
-import shutil
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import datasets
+import torch
+from torch import Tensor
 from transformers import PretrainedConfig
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from decode.completion import Completion
+from decode.native_sampling import log_normalizers
 from decode.pair import describe_target, load_model, load_tokenizer, refuse_other_target, stop_token_ids
 from decode.params import SamplingParams
 from decode.plain import PlainDecoder
 from decode.progress import ProgressBar
 from decode.prompts import Prompt, encode, load_prompts
-from train.checkpoint import publish, remove_folder, write_text
 from train.provenance import provenance
 
 from .config import RespondConfig
+from .parts import begin, finish, is_complete, part_path, partial, read_record, refuse_full_disk, save_part
+from .signal import SIGNAL_RECORD, SignalRecord, signal_record
+from .teacher import TeacherHead
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +40,41 @@ COLUMNS = datasets.Features(
         "finish_reason": datasets.Value("string"),
     }
 )
-# a prompt and its token ids
-Question = tuple[Prompt, list[int]]
+
+
+class Question(NamedTuple):
+    """A prompt to be answered, its token ids, and its place among them all, which tells apart its noise."""
+
+    prompt: Prompt
+    ids: list[int]
+    place: int
+
+
+class Batch(NamedTuple):
+    """Questions answered at once, how, and where the answers are kept."""
+
+    path: Path
+    questions: list[Question]
+    sampling: SamplingParams
+
+
+class States:
+    """What entered the target's head before each token of a batch of rows, and the normalisers of what left it."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.hidden: list[list[Tensor]] = [[] for _ in range(num_rows)]
+        self.normalizers: list[list[Tensor]] = [[] for _ in range(num_rows)]
+
+    def on_pass(self, rows: list[int], hidden: Tensor, logits: Tensor) -> None:
+        normalizers = log_normalizers(logits[:, -1])
+        for row, of_row, normalizer in zip(rows, hidden[:, -1], normalizers, strict=True):
+            self.hidden[row].append(of_row)
+            self.normalizers[row].append(normalizer)
+
+    def signal(self, row: int, num_tokens: int) -> dict[str, Tensor]:
+        """For the first tokens of a row's response."""
+        kept = {"teacher_hidden": self.hidden[row], "log_normalizers": self.normalizers[row]}
+        return {name: torch.stack(values[:num_tokens]) for name, values in kept.items()}
 
 
 def respond(config: RespondConfig) -> Path:
@@ -46,11 +82,12 @@ def respond(config: RespondConfig) -> Path:
 
     Its splits are train, heldout, and heldout_greedy, which answers the held-out prompts again at temperature 0, to
     judge a draft by in greedy decoding. Columns: id, category, input_ids (prompt and response), response_mask (true on
-    the response), finish_reason. Interrupted, the same call goes on after the last complete batch.
+    the response), finish_reason; where states are kept, those of a signal too. Interrupted, the same call goes on after
+    the last complete batch.
 
     Raises:
-        ValueError: a bad prompt set or model, a prompt longer than the context, or an output that holds the
-            responses of another configuration.
+        ValueError: a bad prompt set or model, a prompt longer than the context, an output that holds the responses of
+            another configuration, or a disk that may not hold what is to be kept.
     """
     datasets.disable_progress_bars()
     output = Path(config.output)
@@ -59,26 +96,31 @@ def respond(config: RespondConfig) -> Path:
     settings["prompts_sha256"] = hashlib.sha256(repr(prompts).encode()).hexdigest()
     if is_complete(output, RECORD, settings):
         return output
-    parts = partial(output)
     tokenizer = load_tokenizer(config.target, "target")
-    questions = [(prompt, encode(tokenizer, prompt.messages)) for prompt in prompts]
-    heldout = [question for question in questions if question[0].split == "heldout"]
+    questions = [Question(prompt, encode(tokenizer, prompt.messages), place) for place, prompt in enumerate(prompts)]
     model = load_model(config.target, config.dtype, "target")
     _refuse_long_prompts(questions, config, model.config.get_text_config())
-    logger.info("%d responses, of which %d held out, which are also answered greedily", len(questions), len(heldout))
-    if not (parts / RECORD).is_file():
-        parts.mkdir(parents=True, exist_ok=True)
-        record = {
-            "settings": settings,
-            "target": describe_target(config.target, tokenizer),
-            "provenance": provenance(asdict(config)),
-        }
-        write_text(parts / RECORD, json.dumps(record, indent=2))
+    batches = list(_batches(questions, config, partial(output)))
+    described = describe_target(config.target, tokenizer)
+    signal = signal_record(model, TeacherHead(model), described) if config.keep_states else None
+    if signal is not None:
+        _refuse_full_disk(output, batches, signal)
+    about = {"settings": settings, "target": described, "provenance": provenance(asdict(config))}
+    begin(output, RECORD, about)
+    if signal is not None:
+        begin(output, SIGNAL_RECORD, {**asdict(signal), **about})
     needs_text = config.sampling.stop or config.sampling.bad_words
     decoder = PlainDecoder(model, stop_token_ids(model, tokenizer), tokenizer if needs_text else None)
-    _generate(decoder, questions, config.sampling, config.batch_size, parts)
-    _generate(decoder, heldout, replace(config.sampling, temperature=0.0), config.batch_size, parts / GREEDY)
-    _assemble(parts, prompts, output)
+    features = datasets.Features({**COLUMNS, **(signal.features() if signal else {})})
+    with ProgressBar("responses", sum(len(batch.questions) for batch in batches)) as bar:
+        for batch in batches:
+            end = bar.done + len(batch.questions)
+            if batch.path.exists():
+                bar.skip(end)
+                continue
+            save_part(_answered(decoder, batch, signal, bar), features, batch.path)
+            bar.set(end)
+    finish(output, [batch.path for batch in batches], features, RECORD)
     return output
 
 
@@ -111,7 +153,7 @@ def refuse_responses_of_another_target(folder: str, name: str, tokenizer: Tokeni
     Raises:
         ValueError: the responses are in the ids of another tokenizer than that of target `name`.
     """
-    made_by = read_record(folder).get("target", {})
+    made_by = read_record(folder, RECORD).get("target", {})
     refuse_other_target(made_by, describe_target(name, tokenizer), f"responses {folder}", ("tokenizer_sha256",))
 
 
@@ -119,42 +161,6 @@ def heldout_places(total: int, share: float) -> set[int]:
     """Which of so many things to hold out: at least one, evenly spaced, but not all."""
     count = min(max(1, round(share * total)), total - 1)
     return {(number + 1) * total // count - 1 for number in range(count)}
-
-
-def partial(output: Path) -> Path:
-    """Where the parts of a folder are until all of them are there."""
-    return output.parent / f".{output.name}.partial"
-
-
-def is_complete(output: Path, record_name: str, settings: dict[str, Any]) -> bool:
-    """Whether a folder made of parts is there already, and these settings made it; they are in its record.
-
-    Raises:
-        ValueError: the folder is something else, or was made or begun with other settings.
-    """
-    parts = partial(output)
-    if output.exists():
-        _refuse_other_settings(output, record_name, settings)
-        remove_folder(parts)
-        logger.info("%s is complete already; nothing to do", output)
-        return True
-    if (parts / record_name).is_file():
-        _refuse_other_settings(parts, record_name, settings)
-    return False
-
-
-def read_record(folder: str, name: str = RECORD) -> dict[str, Any]:
-    """What is written beside responses: how they, or what goes with them, were made.
-
-    Raises:
-        ValueError: there is no such record, or no sense in it.
-    """
-    try:
-        record: dict[str, Any] = json.loads((Path(folder) / name).read_text())
-        record["settings"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"responses {folder}: {name} is missing or damaged; make them anew") from error
-    return record
 
 
 def _all_samples(prompts: list[Prompt], config: RespondConfig) -> list[Prompt]:
@@ -179,85 +185,59 @@ def _all_samples(prompts: list[Prompt], config: RespondConfig) -> list[Prompt]:
     return samples
 
 
-def _generate(
-    decoder: PlainDecoder, questions: list[Question], sampling: SamplingParams, batch_size: int, parts: Path
-) -> None:
-    """Write a part per batch, but for those that are there."""
-    with ProgressBar("responses" if sampling.temperature else "greedy responses", len(questions)) as bar:
-        for start in range(0, len(questions), batch_size):
-            part = parts / f"{start:08d}"
-            batch = questions[start : start + batch_size]
-            end = start + len(batch)
-            if part.exists():
-                bar.skip(end)
-                continue
-            completions = decoder.generate_ids(
-                [ids for _, ids in batch],
-                sampling,
-                streams=list(range(start, end)),
-                on_token=lambda rows: bar.advance(rows / sampling.max_new_tokens),
-            )
-            rows = [_row(prompt, completion) for (prompt, _), completion in zip(batch, completions, strict=True)]
-            _save(datasets.Dataset.from_list(rows, features=COLUMNS), part)
-            bar.set(end)
+def _batches(questions: list[Question], config: RespondConfig, folder: Path) -> Iterator[Batch]:
+    by_split = {split: [each for each in questions if each.prompt.split == split] for split in ("train", "heldout")}
+    by_split[GREEDY] = by_split["heldout"]
+    for split, chosen in by_split.items():
+        sampling = replace(config.sampling, temperature=0.0) if split == GREEDY else config.sampling
+        starts = range(0, len(chosen), config.batch_size)
+        for number, start in enumerate(starts):
+            path = part_path(folder, split, number, len(starts))
+            yield Batch(path, chosen[start : start + config.batch_size], sampling)
 
 
-def _row(prompt: Prompt, completion: Completion) -> dict[str, Any]:
-    return {
-        "id": prompt.id,
-        "category": prompt.category,
-        "input_ids": completion.prompt + completion.ids,
-        "response_mask": [False] * len(completion.prompt) + [True] * len(completion.ids),
-        "finish_reason": completion.finish_reason,
-    }
+def _answered(
+    decoder: PlainDecoder, batch: Batch, signal: SignalRecord | None, bar: ProgressBar
+) -> list[dict[str, Any]]:
+    """The rows of a batch."""
+    states = States(len(batch.questions))
+    completions = decoder.generate_ids(
+        [question.ids for question in batch.questions],
+        batch.sampling,
+        streams=[question.place for question in batch.questions],
+        on_token=lambda rows: bar.advance(rows / batch.sampling.max_new_tokens),
+        on_pass=states.on_pass if signal else None,
+    )
+    rows = []
+    for place, (question, completion) in enumerate(zip(batch.questions, completions, strict=True)):
+        row: dict[str, Any] = {
+            "id": question.prompt.id,
+            "category": question.prompt.category,
+            "input_ids": completion.prompt + completion.ids,
+            "response_mask": [False] * len(completion.prompt) + [True] * len(completion.ids),
+            "finish_reason": completion.finish_reason,
+        }
+        if signal:
+            kept = states.signal(place, len(completion.ids))
+            row |= {name: signal.to_bytes(name, values) for name, values in kept.items()}
+        rows.append(row)
+    return rows
 
 
-def _assemble(parts: Path, prompts: list[Prompt], output: Path) -> None:
-    """Join the parts, split them, and let the output appear complete or not at all."""
-    sampled, splits = _joined(parts), datasets.DatasetDict()
-    for split in ("train", "heldout"):
-        splits[split] = sampled.select([place for place, prompt in enumerate(prompts) if prompt.split == split])
-    splits[GREEDY] = _joined(parts / GREEDY)
-    finished = output.parent / f".{output.name}.finished"
-    remove_folder(finished)
-    splits.save_to_disk(str(finished))
-    shutil.copy(parts / RECORD, finished / RECORD)
-    publish(finished, output)
-    remove_folder(parts)
-
-
-def _joined(parts: Path) -> datasets.Dataset:
-    return datasets.concatenate_datasets([datasets.load_from_disk(str(part)) for part in sorted(parts.glob("[0-9]*"))])
-
-
-def _save(dataset: datasets.Dataset, folder: Path) -> None:
-    temporary = folder.with_name(f".{folder.name}.tmp")
-    remove_folder(temporary)
-    dataset.save_to_disk(str(temporary))
-    publish(temporary, folder)
-
-
-def _refuse_other_settings(folder: Path, record_name: str, settings: dict[str, Any]) -> None:
-    """What is there may be reused only if the same configuration made it."""
-    if not (folder / record_name).is_file():
-        raise ValueError(f"output {folder}: exists and holds no {record_name}; give another folder")
-    recorded = read_record(str(folder), record_name)["settings"]
-    wanted = json.loads(json.dumps(settings))
-    if "sampling" in wanted:
-        # a release that did not know a field wrote what its default gives
-        unrecorded = json.loads(json.dumps(asdict(SamplingParams(seed=0))))
-        recorded["sampling"] = {**unrecorded, **recorded.get("sampling", wanted["sampling"])}
-    for key, value in wanted.items():
-        if recorded.get(key, value) != value:  # what is not recorded cannot be compared
-            raise ValueError(
-                f"{key}: {value!r} differs from {recorded.get(key)!r}, with which {folder} was begun; "
-                "restore it, give another output, or delete the folder"
-            )
+def _refuse_full_disk(output: Path, batches: list[Batch], signal: SignalRecord) -> None:
+    """Raises ValueError where the disk would not hold the states of responses that are all of full length."""
+    tokens = sum(len(each.questions) * each.sampling.max_new_tokens for each in batches if not each.path.exists())
+    logger.info(
+        "states: at most %d bytes, %d for each token of a response",
+        tokens * signal.bytes_per_token,
+        signal.bytes_per_token,
+    )
+    refuse_full_disk(output, tokens * signal.bytes_per_token, "leave keep_states false")
 
 
 def _refuse_long_prompts(questions: list[Question], config: RespondConfig, model_config: PretrainedConfig) -> None:
     limit = getattr(model_config, "max_position_embeddings", None)
-    for prompt, ids in questions:
+    for prompt, ids, _ in questions:
         if limit is not None and len(ids) + config.sampling.max_new_tokens > limit:
             raise ValueError(
                 f"prompt {prompt.id}: {len(ids)} tokens and {config.sampling.max_new_tokens} new ones are more than "

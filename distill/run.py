@@ -34,11 +34,11 @@ from train.packing import collate_packed, pack, refuse_unpackable
 from train.provenance import provenance
 
 from .branches import refuse_unbranchable
-from .cache import CacheRecord, load_record, load_signal, refuse_cache_of_another_target
 from .config import RunConfig
 from .module import DistillModule
 from .parity import prove_parity, why_unprovable
 from .responses import refuse_responses_of_another_target
+from .signal import SignalRecord, load_record, load_signal, refuse_cache_of_another_target
 from .size import refuse_full_disk
 from .task import DistillTask
 from .teacher import Batch, TeacherHead, collate, compile_layers
@@ -146,7 +146,7 @@ def prepare(config: RunConfig) -> Prepared:
 
 
 def _collate(
-    rows: list[dict[str, Any]], packing_length: int | None, padding_id: int, record: CacheRecord | None
+    rows: list[dict[str, Any]], packing_length: int | None, padding_id: int, record: SignalRecord | None
 ) -> Batch:
     if packing_length is None:
         batch = collate(rows, padding_id)
@@ -157,7 +157,7 @@ def _collate(
     return batch if record is None else batch | load_signal(rows, record)
 
 
-def _signal_record(config: RunConfig, target_name: str, tokenizer: Tokenizer) -> CacheRecord | None:
+def _signal_record(config: RunConfig, target_name: str, tokenizer: Tokenizer) -> SignalRecord | None:
     """Of the signal that the teacher left; None when it is online.
 
     Raises:
@@ -227,7 +227,7 @@ def _refuse_unknown_tokens(texts: Texts, models: list[PreTrainedModel]) -> None:
             )
 
 
-def _refuse_alignment(draft: PreTrainedModel, target: PreTrainedModel, record: CacheRecord | None) -> None:
+def _refuse_alignment(draft: PreTrainedModel, target: PreTrainedModel, record: SignalRecord | None) -> None:
     if draft.config.get_text_config().hidden_size != target.config.get_text_config().hidden_size:
         raise ValueError("alignment_weight: draft and target differ in hidden size; use 0")
     if record is not None and record.kind == "top_k":

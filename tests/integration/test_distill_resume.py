@@ -20,6 +20,7 @@ from decode.params import SamplingParams
 from distill.build import build
 from distill.config import BranchesConfig, BuildConfig, ObjectiveConfig, RespondConfig, RunConfig, Stage
 from distill.module import DistillModule
+from distill.parts import part_path
 from distill.responses import SPLITS, load_responses, respond
 from distill.run import distill
 from train.config import TrainConfig
@@ -97,10 +98,10 @@ def test_killed_responding_it_goes_on(whole: Path, target: Path, prompts: Path, 
     command = ["respond", "--target", target, "--prompts", prompts, "--output", output]
     command += ["--sampling.temperature", 1.0, "--sampling.max_new_tokens", config.sampling.max_new_tokens]
     command += ["--batch_size", config.batch_size]
-    first = parts / f"{0:08d}"
+    first = part_path(parts, "train", 0, NUM_PROMPTS * 9 // 10 // config.batch_size)
     kill_once_there(first.exists, start(*command))
     assert not output.exists()
-    done = sorted(parts.glob("0*"))
+    done = sorted(parts.rglob("*.arrow"))
     assert 0 < len(done) < NUM_PROMPTS / 2
     made_at = first.stat().st_mtime_ns
     resumed = start(*command)

@@ -20,16 +20,11 @@ from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerF
 from decode.pair import load_model, load_tokenizer
 from decode.params import SamplingParams
 from distill import cache as module
-from distill.cache import (
-    CacheRecord,
-    cache,
-    load_record,
-    load_signal,
-    refuse_cache_of_another_target,
-    top_k_and_tail,
-)
+from distill import parts
+from distill.cache import cache, top_k_and_tail
 from distill.config import CacheConfig, RespondConfig
 from distill.responses import load_responses, respond
+from distill.signal import SignalRecord, load_record, load_signal, refuse_cache_of_another_target
 from distill.teacher import TeacherHead, collate, final_hidden_states
 from train.data import read_rows
 
@@ -106,7 +101,7 @@ def rows_of(folder: Path) -> Rows:
     return [row for rows in splits_of(folder).values() for row in rows]
 
 
-def record_of(folder: Path) -> CacheRecord:
+def record_of(folder: Path) -> SignalRecord:
     record = load_record(str(folder))
     assert record is not None
     return record
@@ -301,9 +296,9 @@ def test_ids_of_any_vocabulary(
 
 def test_a_hundred_and_forty_tokens_stay_below_six_hundred_bytes(target: Path) -> None:
     values = {"kind": "top_k", "temperature": 1.0, "dtype": "bfloat16", "hidden_size": 576, "target": {}}
-    sizes = {k: CacheRecord(k=k, vocab_size=49152, **values).bytes_per_token for k in (64, 140, 150)}
+    sizes = {k: SignalRecord(k=k, vocab_size=49152, **values).bytes_per_token for k in (64, 140, 150)}
     assert sizes == {64: 264, 140: 568, 150: 608}
-    hidden = CacheRecord(**values | {"kind": "hidden_states", "temperature": None}, k=None, vocab_size=49152)
+    hidden = SignalRecord(**values | {"kind": "hidden_states", "temperature": None}, k=None, vocab_size=49152)
     assert hidden.bytes_per_token == 2 * 576 + 4
 
 
@@ -315,7 +310,7 @@ def test_log_probabilities_beyond_fp16_stay_finite() -> None:
             return torch.tensor([[0.0, -1e5, -2e5], [0.0, -1e4, -torch.inf]])
 
     values = {"temperature": 1.0, "dtype": "float32", "vocab_size": 3, "hidden_size": 4, "target": {}}
-    record = CacheRecord(kind="top_k", k=3, **values)  # type: ignore[arg-type]
+    record = SignalRecord(kind="top_k", k=3, **values)  # type: ignore[arg-type]
     signal = module._signal(torch.zeros(2, 4), torch.tensor([0, 0]), Head(), record)  # type: ignore[arg-type]
     kept = signal["top_log_p"].half()
     assert kept.isfinite().all()
@@ -447,7 +442,7 @@ class StopRunError(Exception):
 
 def interrupt_at_part(number: int, config: CacheConfig) -> None:
     saved: list[Path] = []
-    save = module._save
+    save = module.save_part
 
     def stop(rows: Rows, features: datasets.Features, path: Path) -> None:
         saved.append(path)
@@ -456,7 +451,7 @@ def interrupt_at_part(number: int, config: CacheConfig) -> None:
         save(rows, features, path)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_save", stop)
+        patch.setattr(module, "save_part", stop)
         with pytest.raises(StopRunError):
             cache(config)
 
@@ -493,7 +488,7 @@ def test_interrupted_within_a_part_it_makes_that_part_again(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = cache(configure(output=str(tmp_path / "whole")))
-    publish = module.publish
+    publish = parts.publish
 
     def stop(temporary: Path, final: Path) -> None:
         if len(list((tmp_path / ".cache.partial").rglob("data*.arrow"))) == 2:
@@ -502,7 +497,7 @@ def test_interrupted_within_a_part_it_makes_that_part_again(
         publish(temporary, final)
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "publish", stop)
+        patch.setattr(parts, "publish", stop)
         with pytest.raises(StopRunError):
             cache(configure())
     output = cache(configure())
@@ -510,12 +505,13 @@ def test_interrupted_within_a_part_it_makes_that_part_again(
     assert list(output.rglob(".*")) == []
 
 
-@pytest.mark.parametrize("step", ["write_text", "_finish", "publish"])
+@pytest.mark.parametrize("step", ["write_text", "finish", "publish"])
 def test_interrupted_elsewhere_it_goes_on(
     step: str, configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before its settings are recorded; before the parts are described; before they get their name."""
-    original = getattr(module, step)
+    place = module if step == "finish" else parts
+    original = getattr(place, step)
     output = tmp_path / "cache"
 
     def stop(*arguments: Any) -> None:
@@ -524,7 +520,7 @@ def test_interrupted_elsewhere_it_goes_on(
         original(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, step, stop)
+        patch.setattr(place, step, stop)
         with pytest.raises(StopRunError):
             cache(configure())
     assert names(tmp_path) == [".cache.partial"]

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -17,9 +18,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, 
 from decode.params import SamplingParams
 from decode.plain import PlainDecoder
 from decode.prompts import as_messages, encode
-from distill import responses
-from distill.config import RespondConfig
+from distill import parts, responses
+from distill.cache import cache
+from distill.config import CacheConfig, RespondConfig
 from distill.responses import SPLITS, load_responses, respond
+from distill.signal import load_record, load_signal
+from train.checkpoint import publish
 from train.data import read_rows
 
 STOP_IDS = [2, *range(20, 30)]
@@ -167,6 +171,38 @@ def test_spec_train_reads_them(configure: Callable[..., RespondConfig]) -> None:
     assert [row["response_mask"].tolist() for row in rows] == [row["response_mask"] for row in expected]
 
 
+def test_states_are_those_that_a_second_reading_finds(
+    configure: Callable[..., RespondConfig], target: Path, tmp_path: Path
+) -> None:
+    plain = rows_of(respond(configure(output=str(tmp_path / "plain"))))
+    output = respond(configure(keep_states=True))
+    kept = load_record(str(output))
+    again = cache(CacheConfig(responses=str(output), output=str(tmp_path / "again"), kind="hidden_states"))
+    assert kept is not None and kept == load_record(str(again))
+    for split, rows in rows_of(output).items():
+        read_again = load_responses(str(again), split).to_list()
+        ours, theirs = load_signal(rows, kept), load_signal(read_again, kept)
+        assert ours.keys() == theirs.keys() == kept.columns().keys()
+        assert len(ours["log_normalizers"]) == sum(sum(row["response_mask"]) for row in rows)
+        for name in ours:
+            torch.testing.assert_close(ours[name], theirs[name], atol=2e-5, rtol=1e-4)
+        for row, without in zip(rows, plain[split], strict=True):  # what is kept beside them changes no response
+            assert {name: row[name] for name in COLUMNS} == without
+    assert "cache.json" not in names(tmp_path / "plain")
+
+
+def test_a_disk_that_may_not_hold_the_states_is_refused(
+    configure: Callable[..., RespondConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most = 9 * MAX_NEW_TOKENS * (16 * 4 + 4)  # seven answers and two greedy ones; fp32, and a normaliser
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=most - 1))
+    with pytest.raises(ValueError, match="free some, name a folder on another disk, or leave keep_states false"):
+        respond(configure(keep_states=True))
+    assert names(tmp_path) == []
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=most))
+    respond(configure(keep_states=True))
+
+
 # --- answered greedily ------------------------------------------------------------------------------------
 
 
@@ -275,7 +311,7 @@ def test_interrupted_it_goes_on_and_ends_as_if_never_interrupted(
     number: int, configure: Callable[..., RespondConfig], tmp_path: Path, generated: list[int]
 ) -> None:
     whole = respond(configure(output=str(tmp_path / "whole")))
-    sizes = [3, 3, 1, 2]  # seven prompts, and two again
+    sizes = [3, 2, 2, 2]  # five prompts to learn from, two held out, and those again
     assert generated == sizes
     generated.clear()
     interrupt_at_batch(number, configure())
@@ -291,70 +327,65 @@ def test_a_half_written_batch_is_made_again(
     configure: Callable[..., RespondConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, generated: list[int]
 ) -> None:
     whole = respond(configure(output=str(tmp_path / "whole")))
-    save = datasets.Dataset.save_to_disk
-    saved = []
+    published = []
 
-    def stop(self: datasets.Dataset, folder: str) -> None:
-        saved.append(folder)
-        if len(saved) == 2:
-            Path(folder).mkdir()
-            (Path(folder) / "data-00000-of-00001.arrow").write_bytes(b"half")
+    def stop(temporary: Path, final: Path) -> None:
+        published.append(final)
+        if len(published) == 2:
+            temporary.write_bytes(temporary.read_bytes()[:100])
             raise StopRunError
-        save(self, folder)
+        publish(temporary, final)
 
     with monkeypatch.context() as patch:
-        patch.setattr(datasets.Dataset, "save_to_disk", stop)
+        patch.setattr(parts, "publish", stop)
         with pytest.raises(StopRunError):
             respond(configure())
     generated.clear()
     respond(configure())
-    assert generated == [3, 1, 2]
+    assert generated == [2, 2, 2]
     assert rows_of(whole) == rows_of(tmp_path / "responses")
+    assert not [path for path in (tmp_path / "responses").rglob("*") if "tmp" in path.name]
 
 
-def test_interrupted_before_the_first_batch_it_begins(
-    configure: Callable[..., RespondConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Even where the folder is there and the record of its settings is not yet."""
-
-    def stop(*arguments: Any) -> None:
-        raise StopRunError
-
-    with monkeypatch.context() as patch:
-        patch.setattr(responses, "write_text", stop)
-        with pytest.raises(StopRunError):
-            respond(configure())
-    assert names(tmp_path) == [".responses.partial"]
-    respond(configure())
-    assert names(tmp_path) == ["responses"]
-
-
-@pytest.mark.parametrize("last_step", ["publish", "remove_folder"])
-def test_interrupted_at_the_very_end_it_cleans_up(
-    last_step: str,
+@pytest.mark.parametrize("step", ["write_text", "finish", "publish"])
+def test_interrupted_elsewhere_it_goes_on(
+    step: str,
     configure: Callable[..., RespondConfig],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     generated: list[int],
 ) -> None:
+    """Before the record of the settings is there; when all is made but not yet in its place."""
     output = tmp_path / "responses"
-    step = getattr(responses, last_step)
+    module = responses if step == "finish" else parts
+    original = getattr(module, step)
 
-    def stop(folder: Path, *final: Path) -> None:
-        if output in final or (not final and output.exists()):
+    def stop(*arguments: Any) -> None:
+        if step != "publish" or arguments[1] == output:
             raise StopRunError
-        step(folder, *final)
+        original(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(responses, last_step, stop)
+        patch.setattr(module, step, stop)
         with pytest.raises(StopRunError):
             respond(configure())
-    assert output.exists() == (last_step == "remove_folder")
-    assert ".responses.partial" in names(tmp_path)
+    assert names(tmp_path) == [".responses.partial"]
     before = len(generated)
     respond(configure())
-    assert len(generated) == before
+    assert (before, len(generated)) == ((0, 4) if step == "write_text" else (4, 4))
     assert names(tmp_path) == ["responses"]
+
+
+def test_interrupted_with_states_it_ends_with_the_same(
+    configure: Callable[..., RespondConfig], tmp_path: Path, generated: list[int]
+) -> None:
+    whole = respond(configure(keep_states=True, output=str(tmp_path / "whole")))
+    interrupt_at_batch(3, configure(keep_states=True))
+    generated.clear()
+    assert rows_of(respond(configure(keep_states=True))) == rows_of(whole)
+    assert generated == [2, 2]
+    with pytest.raises(ValueError, match="keep_states: False differs from True"):
+        respond(configure())
 
 
 def test_finished_responses_are_left_alone(
@@ -379,6 +410,7 @@ OTHER_SETTINGS = {
     "samples_per_prompt": 2,
     "batch_size": 4,
     "heldout_fraction": 0.2,
+    "keep_states": True,
     "dtype": "bfloat16",
     "sampling": SamplingParams(temperature=0.9, max_new_tokens=MAX_NEW_TOKENS, seed=0),
 }
