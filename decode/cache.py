@@ -69,6 +69,7 @@ class KVCache(Cache):
         self.positions = torch.zeros(batch_size, 0, dtype=torch.long, device=device)
         self.common_start: int | None = 0
         self.extent = 0
+        self.addresses: tuple[Any, Any] | None = None  # of the buffers, for who writes into them from outside of torch
 
     def allocate(self, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
         """The buffers, for who writes into them by address; layers that have theirs keep them."""

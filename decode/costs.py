@@ -11,6 +11,7 @@ from .completion import Completion
 from .decoder import SpeculativeDecoder
 from .model import CachedModel, longest_text
 from .params import SamplingParams
+from .proposer import Proposal
 from .sampler import BatchSampler
 from .trace import Trace
 
@@ -89,16 +90,29 @@ def measure_costs(
     target.read([prompt])
     proposer.start([prompt], target)
 
+    proposals: list[Proposal] = []
+
     def target_pass(num_tokens: int) -> None:
+        """A round without its draft; what was not proposed, by a lookup, is passed over but not judged."""
         tokens = torch.tensor([[prompt[-1]] * num_tokens], device=target_model.device)
-        sampler.begin_round(num_tokens - 1)
-        p = sampler.distribution(target.forward(tokens), tokens[:, 1:])
-        sampler.draw(p[:, :1]).tolist()
+        proposal = proposals[-1]
+        width = min(num_tokens - 1, proposal.tokens.shape[1])
+        drafted = proposal.tokens[:, :width]
+        tokens[:, 1 : width + 1] = drafted
+        sampler.begin_round(width)
+        logits = target.forward(tokens)
+        if width:
+            p = sampler.distribution(logits[:, : width + 1], drafted)
+            q = proposal.q and proposal.q[:, :width]
+            torch.cat(sampler.judge(p, q, drafted, proposal.num_drafted.clamp_max(width))).tolist()
+        else:
+            sampler.choose(logits[:, :1]).tolist()
         target.rollback([context_length - 1])
 
     def draft() -> None:
         sampler.begin_round(max_draft_tokens)
-        proposer.propose([prompt], [max_draft_tokens], sampler).tokens.tolist()
+        proposals[:] = [proposer.propose([prompt], [max_draft_tokens], sampler)]
+        proposals[-1].tokens.tolist()
 
     kinds = {"draft": draft}
     for num_tokens in range(1, max_draft_tokens + 2):

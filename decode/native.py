@@ -130,7 +130,7 @@ def native_library() -> ctypes.CDLL:
     library.request_tiles.restype = library.forward.restype = Size
     library.forward.argtypes = [Address] * 3 + [Size] * 3 + [Address] * 6 + [Size]
     library.draw.restype = library.log_sum_exp.restype = None
-    library.draw.argtypes = [Address] + [Size] * 3 + [Address] * 4 + [Size]
+    library.draw.argtypes = [Address] + [Size] * 3 + [Address] * 5 + [Size]
     library.log_sum_exp.argtypes = [Address] + [Size] * 3 + [Address, Size]
     if library.request_tiles():
         raise Unavailable("the system does not grant the use of matrix units")
@@ -203,9 +203,7 @@ class NativeForward:
             IndexError: a token that the model does not have.
         """
         tokens, places = tokens.long().contiguous(), cache.positions.contiguous()
-        cache.allocate(self.num_kv_heads, self.head_dim, torch.bfloat16)
-        buffers = [[getattr(layer, name).data_ptr() for layer in cache.layers] for name in ("keys", "values")]
-        keys, values = ((Address * len(each))(*each) for each in buffers)
+        keys, values = self._buffers(cache)
         last = torch.empty(*tokens.shape, self.hidden_size, dtype=torch.bfloat16)
         logits = torch.empty(*tokens.shape, self.model.head.num_outputs, dtype=torch.bfloat16) if with_logits else None
         tensors = [
@@ -222,6 +220,15 @@ class NativeForward:
         ):
             raise IndexError(f"a token is none of the model's {self.model.vocab_size}, or a place none of the cache's")
         return last, None if logits is None else logits[..., : self.vocab_size]
+
+    def _buffers(self, cache: KVCache) -> tuple[Any, Any]:
+        """Where the keys of each layer are, and the values; looked up once, since leaving rows do not move them."""
+        if cache.addresses is None:
+            cache.allocate(self.num_kv_heads, self.head_dim, torch.bfloat16)
+            buffers = [[getattr(layer, name).data_ptr() for layer in cache.layers] for name in ("keys", "values")]
+            keys, values = ((Address * len(each))(*each) for each in buffers)
+            cache.addresses = keys, values
+        return cache.addresses
 
     def _layer(self, layer: Any) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp

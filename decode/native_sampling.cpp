@@ -59,36 +59,75 @@ float largest_of(const bf16* logits, int64_t size) {
     return _mm512_reduce_max_ps(largest);
 }
 
+// Which token arrives first, if token x arrives after a time exponential with rate weight[x].
+class First {
+   public:
+    First(uint64_t key, const int32_t* spread)
+        : spread_(spread), first_(_mm512_set1_epi32(int32_t(key))), second_(_mm512_set1_epi32(int32_t(key >> 32) | 1)) {}
+
+    void look_at(int64_t place, __mmask16 mask, __m512 weights) {
+        const __m512i here = _mm512_add_epi32(_mm512_set1_epi32(int32_t(place)), lanes());
+        const __m512 times = noise(_mm512_maskz_loadu_epi32(mask, spread_ + place), first_, second_);
+        const __m512 speeds = _mm512_div_ps(weights, times);
+        const __mmask16 faster = _mm512_mask_cmp_ps_mask(mask, speeds, fastest_, _CMP_GT_OQ);
+        fastest_ = _mm512_mask_mov_ps(fastest_, faster, speeds);
+        places_ = _mm512_mask_mov_epi32(places_, faster, here);
+    }
+
+    int64_t token() const {
+        const __m512 most = _mm512_set1_ps(_mm512_reduce_max_ps(fastest_));
+        return _mm512_mask_reduce_min_epu32(_mm512_cmp_ps_mask(fastest_, most, _CMP_EQ_OQ), places_);
+    }
+
+   private:
+    static __m512i lanes() { return _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
+
+    const int32_t* spread_;
+    const __m512i first_, second_;
+    __m512 fastest_ = _mm512_set1_ps(-1.f);
+    __m512i places_ = _mm512_setzero_si512();
+};
+
 }  // namespace
 
 extern "C" {
 
-// A token of each row from softmax(logits / temperature), drawn as `sample` of sampling.py does.
+// softmax(logits / temperature) of each row, and a token of each drawn from it as `sample` of sampling.py does.
 //
-// logits: [num_rows, size], rows `stride` apart. temperatures: [num_rows]. keys: of the noise, [num_rows].
-// spread: [size], of each token. tokens: [num_rows].
+// logits: [num_rows, size], rows `stride` apart. temperatures: [num_rows]. probabilities: [num_rows, size], or null.
+// keys: of the noise, [num_rows]; spread: [size], of each token; tokens: [num_rows]; all three may be null.
 void draw(const bf16* logits, int64_t num_rows, int64_t size, int64_t stride, const float* temperatures,
-          const uint64_t* keys, const int32_t* spread, int64_t* tokens, int64_t num_threads) {
-#pragma omp parallel for schedule(dynamic) num_threads(int(num_threads))
+          float* probabilities, const uint64_t* keys, const int32_t* spread, int64_t* tokens, int64_t num_threads) {
+#pragma omp parallel for schedule(dynamic) num_threads(int(std::min(num_threads, num_rows)))
     for (int64_t row = 0; row < num_rows; ++row) {
         const bf16* of_row = logits + row * stride;
         const __m512 largest = _mm512_set1_ps(largest_of(of_row, size));
         const __m512 scale = _mm512_set1_ps(1.f / temperatures[row]);
-        const __m512i first = _mm512_set1_epi32(int32_t(keys[row]));
-        const __m512i second = _mm512_set1_epi32(int32_t(keys[row] >> 32) | 1);
-        __m512 best = _mm512_set1_ps(-1.f);
-        __m512i places = _mm512_setzero_si512(), here = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-        for (int64_t i = 0; i < size; i += WIDTH, here = _mm512_add_epi32(here, _mm512_set1_epi32(WIDTH))) {
-            const __mmask16 mask = inside(size - i);
-            const __m512 weight = exponential(_mm512_mul_ps(_mm512_sub_ps(load(of_row + i, mask), largest), scale));
-            const __m512 time = noise(_mm512_maskz_loadu_epi32(mask, spread + i), first, second);
-            const __m512 speed = _mm512_div_ps(weight, time);
-            const __mmask16 better = _mm512_mask_cmp_ps_mask(mask, speed, best, _CMP_GT_OQ);
-            best = _mm512_mask_mov_ps(best, better, speed);
-            places = _mm512_mask_mov_epi32(places, better, here);
+        const auto weigh = [&](int64_t i, __mmask16 mask) {
+            const __m512 x = _mm512_mul_ps(_mm512_sub_ps(load(of_row + i, mask), largest), scale);
+            // below that, e^x is no normal number
+            return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.f), _CMP_GT_OQ), exponential(x));
+        };
+        if (tokens) {
+            First first(keys[row], spread);
+            for (int64_t i = 0; i < size; i += WIDTH) first.look_at(i, inside(size - i), weigh(i, inside(size - i)));
+            tokens[row] = first.token();
         }
-        const __mmask16 winners = _mm512_cmpeq_ps_mask(best, _mm512_set1_ps(_mm512_reduce_max_ps(best)));
-        tokens[row] = _mm512_mask_reduce_min_epu32(winners, places);
+        if (probabilities) {
+            float* to = probabilities + row * size;
+            __m512 total = _mm512_setzero_ps();
+            for (int64_t i = 0; i < size; i += WIDTH) {
+                const __mmask16 mask = inside(size - i);
+                const __m512 weight = weigh(i, mask);
+                _mm512_mask_storeu_ps(to + i, mask, weight);
+                total = _mm512_mask_add_ps(total, mask, total, weight);
+            }
+            const __m512 inverse = _mm512_set1_ps(1.f / _mm512_reduce_add_ps(total));
+            for (int64_t i = 0; i < size; i += WIDTH) {
+                const __mmask16 mask = inside(size - i);
+                _mm512_mask_storeu_ps(to + i, mask, _mm512_mul_ps(_mm512_maskz_loadu_ps(mask, to + i), inverse));
+            }
+        }
     }
 }
 

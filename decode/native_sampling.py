@@ -15,27 +15,52 @@ def can_draw(logits: Tensor) -> bool:
     return logits.dtype == torch.bfloat16 and logits.device.type == "cpu" and logits.stride(-1) == 1 and _available()
 
 
+def probabilities(logits: BFloat16[Tensor, "*batch vocab"], temperatures: list[float]) -> Float[Tensor, "*batch vocab"]:
+    """softmax(logits / temperature), fp32.
+
+    Args:
+        logits: that `can_draw`.
+        temperatures: above 0; one for each of the first axis.
+    """
+    found = torch.empty(logits.shape)
+    _draw(logits, temperatures, found)
+    return found
+
+
 def draw(
     logits: BFloat16[Tensor, "rows vocab"],
     temperatures: list[float],
     keys: UInt64[np.ndarray, " rows"],
     spread: Int[Tensor, " vocab"],
-) -> Int[Tensor, " rows"]:
+    with_weights: bool = True,
+) -> tuple[Int[Tensor, " rows"], Float[Tensor, "rows vocab"]]:
     """A token of each row from softmax(logits / temperature): what `sample` draws, but for ties within rounding.
 
     Args:
         logits: that `can_draw`.
         temperatures: above 0.
         keys: of the noise.
-        spread: int32, `RowNoise.spread`.
+        spread: int32, `RowNoise.spread_of` the tokens of the columns.
+        with_weights: False leaves the second result empty.
+
+    Returns:
+        columns, int64, and the softmax, fp32.
     """
-    assert can_draw(logits) and spread.dtype == torch.int32 and len(spread) >= logits.shape[-1]
-    scales = torch.tensor(temperatures, dtype=torch.float32)
+    assert spread.dtype == torch.int32 and len(spread) == logits.shape[-1]
     seeds = torch.from_numpy(np.ascontiguousarray(keys).view(np.int64))
-    spread, tokens = spread.contiguous(), torch.empty(len(logits), dtype=torch.long)
-    addresses = [tensor.data_ptr() for tensor in (scales, seeds, spread, tokens)]
-    native_library().draw(logits.data_ptr(), *logits.shape, logits.stride(0), *addresses, torch.get_num_threads())
-    return tokens
+    columns = torch.empty(len(logits), dtype=torch.long)
+    weights = torch.empty(logits.shape) if with_weights else None
+    _draw(logits, temperatures, weights, seeds, spread.contiguous(), columns)
+    return columns, torch.empty(len(logits), 0) if weights is None else weights
+
+
+def _draw(logits: Tensor, temperatures: list[float], *others: Tensor | None) -> None:
+    assert can_draw(logits)
+    rows = logits.flatten(0, -2)
+    scales = torch.tensor(temperatures).repeat_interleave(len(rows) // len(temperatures))
+    addresses = [None if tensor is None else tensor.data_ptr() for tensor in (scales, *others)]
+    addresses += [None] * (5 - len(addresses))
+    native_library().draw(rows.data_ptr(), *rows.shape, rows.stride(0), *addresses, torch.get_num_threads())
 
 
 def log_normalizers(logits: Float[Tensor, "rows vocab"]) -> Float[Tensor, " rows"]:

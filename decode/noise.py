@@ -67,7 +67,7 @@ class RowNoise:
         """
         halves = torch.from_numpy(keys.astype(np.uint64)[..., None].view(np.int32)).to(self.device)
         first, second = halves[..., :1], halves[..., 1:] | 1
-        spread = self._spread_of(token_ids)
+        spread = self.spread_of(token_ids)
         if spread.ndim > 1 or keys.size <= ROWS_AT_A_TIME:
             return _exponentials(spread, first, second)
         chunks = zip(*(torch.split(half.reshape(-1, 1), ROWS_AT_A_TIME) for half in (first, second)), strict=True)
@@ -76,7 +76,8 @@ class RowNoise:
     def select_rows(self, rows: list[int]) -> None:
         self.states = self.states[rows]
 
-    def _spread_of(self, token_ids: Tensor | range) -> Tensor:
+    def spread_of(self, token_ids: Tensor | range) -> Tensor:
+        """What tells the noise of tokens apart, int32, in the shape of the ids."""
         if isinstance(token_ids, range):
             if self.spread is not None:
                 return self.spread[: len(token_ids)]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .completion import Completion
-from .native_sampling import can_draw, draw
+from .native_sampling import can_draw, draw, probabilities
 from .noise import ROWS_AT_A_TIME, RowNoise
 from .params import SamplingParams, SpeculationParams
 from .penalties import Penalties
@@ -83,18 +83,26 @@ class BatchSampler:
         Returns:
             tokens int64 [rows], and the q they were sampled from, [rows, columns].
         """
+        keys = self.draft_keys[:, drafted.shape[1]]
+        if (temperatures := self.draft_warper.temperatures) and not self.penalties and can_draw(logits):
+            spread = self.noise.spread_of(range(logits.shape[-1]) if token_ids is None else token_ids)
+            columns, weights = draw(logits, temperatures, keys, spread)
+            q = Distribution(weights, token_ids)
+            return q.tokens(columns), q
         scores = logits.unsqueeze(1)
         if self.penalties:
             scores = self.penalties(scores, drafted, columns)
         q = self.draft_warper(scores)[:, 0]
         if token_ids is not None:
             q = q.renamed(token_ids)
-        return self._draw(q, self.draft_keys[:, drafted.shape[1]]), q
+        return self._draw(q, keys), q
 
     def distribution(self, logits: Tensor, drafted: Tensor) -> Distribution:
         """The target's p at the drafted tokens and after them, from logits [rows, drafted + 1, vocab]."""
         if self.penalties:
             logits = self.penalties(logits, drafted)
+        if self.warper.temperatures and can_draw(logits):
+            return Distribution(probabilities(logits, self.warper.temperatures))
         return self.warper(logits)
 
     def draw(self, p: Distribution) -> Tensor:
@@ -106,8 +114,9 @@ class BatchSampler:
         if self.penalties:
             logits = self.penalties(logits, torch.zeros(len(logits), 0, dtype=torch.long, device=self.device))
         keys, step = self._plain_keys(), self.rows_at_a_time
-        if self.warper.temperatures and self.noise.spread is not None and can_draw(logits):
-            return draw(logits[:, 0], self.warper.temperatures, keys[:, 0], self.noise.spread)
+        if self.warper.temperatures and can_draw(logits):
+            spread = self.noise.spread_of(range(logits.shape[-1]))
+            return draw(logits[:, 0], self.warper.temperatures, keys[:, 0], spread, with_weights=False)[0]
         tokens = [
             self._draw(warper(part), keys[number * step : (number + 1) * step])
             for number, (warper, part) in enumerate(zip(self.warpers, torch.split(logits, step), strict=True))

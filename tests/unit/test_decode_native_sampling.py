@@ -1,5 +1,7 @@
 """Tokens drawn from whole vocabularies by C++ are those that `sample` draws."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -7,9 +9,10 @@ from torch import Tensor
 
 import decode.sampler
 from decode.completion import Completion
-from decode.native_sampling import _available, can_draw, draw, log_normalizers
+from decode.native_sampling import _available, can_draw, draw, log_normalizers, probabilities
 from decode.noise import RowNoise
 from decode.params import SamplingParams, SpeculationParams
+from decode.proposer import stack
 from decode.sampler import BatchSampler
 from decode.sampling import LogitsWarper, sample
 
@@ -44,11 +47,13 @@ def test_it_draws_what_sample_draws(vocab_size: int, spread: float) -> None:
     logits, noise = logits_of(vocab_size, spread), noise_for(vocab_size)
     temperatures = [0.3 + 0.2 * row for row in range(ROWS)]
     drawn = []
+    spread_of = noise.spread_of(range(vocab_size))
     for place in range(8):
         keys = keys_of(noise, place)
-        assert noise.spread is not None
-        drawn.append(draw(logits, temperatures, keys[:, 0], noise.spread))
-        assert torch.equal(drawn[-1], by_torch(logits, temperatures, keys, noise))
+        columns, weights = draw(logits, temperatures, keys[:, 0], spread_of)
+        drawn.append(columns)
+        assert torch.equal(columns, by_torch(logits, temperatures, keys, noise))
+        assert torch.equal(weights, probabilities(logits, temperatures))
     # a negative control: other keys draw other tokens, unless one token has all the mass
     assert vocab_size == 1 or spread == 40.0 or len(set(torch.stack(drawn).flatten().tolist())) > 3
 
@@ -56,13 +61,13 @@ def test_it_draws_what_sample_draws(vocab_size: int, spread: float) -> None:
 def test_rows_may_lie_apart_and_threads_do_not_matter() -> None:
     wide, noise = logits_of(160), noise_for(160)
     logits, keys = wide[:, :150], keys_of(noise, 0)[:, 0]
-    assert noise.spread is not None
-    found = draw(logits, [1.0] * ROWS, keys, noise.spread)
-    assert torch.equal(found, draw(logits.contiguous(), [1.0] * ROWS, keys, noise.spread))
+    spread = noise.spread_of(range(150))
+    found = draw(logits, [1.0] * ROWS, keys, spread)[0]
+    assert torch.equal(found, draw(logits.contiguous(), [1.0] * ROWS, keys, spread)[0])
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1 if threads > 1 else 2)
-        assert torch.equal(found, draw(logits, [1.0] * ROWS, keys, noise.spread))
+        assert torch.equal(found, draw(logits, [1.0] * ROWS, keys, spread)[0])
     finally:
         torch.set_num_threads(threads)
 
@@ -70,8 +75,8 @@ def test_rows_may_lie_apart_and_threads_do_not_matter() -> None:
 def test_a_token_without_mass_is_never_drawn() -> None:
     logits, noise = torch.full((400, 150), -torch.inf, dtype=torch.bfloat16), noise_for(150, 400)
     logits[:, 77] = -3.0
-    assert noise.spread is not None
-    found = draw(logits, [5.0] * 400, keys_of(noise, 3)[:, 0], noise.spread)
+    found, weights = draw(logits, [5.0] * 400, keys_of(noise, 3)[:, 0], noise.spread_of(range(150)))
+    assert torch.equal(weights, (torch.arange(150) == 77).float().expand(400, 150))
     assert found.tolist() == [77] * 400
 
 
@@ -80,8 +85,8 @@ def test_tokens_come_as_often_as_they_should() -> None:
     rows = 20_000
     logits = torch.tensor([0.0, 1.0, -1.0, 0.5, 2.0, -2.0, 0.25, 1.5]).bfloat16()
     noise = noise_for(8, rows)
-    assert noise.spread is not None
-    found = draw(logits.expand(rows, 8).contiguous(), [0.7] * rows, keys_of(noise, 0)[:, 0], noise.spread)
+    keys, spread = keys_of(noise, 0)[:, 0], noise.spread_of(range(8))
+    found, _ = draw(logits.expand(rows, 8).contiguous(), [0.7] * rows, keys, spread, with_weights=False)
 
     def chi_square(temperature: float) -> float:
         expected = rows * (logits.double() / temperature).softmax(0)
@@ -97,13 +102,47 @@ def test_normalizers_are_those_of_torch() -> None:
         torch.testing.assert_close(log_normalizers(logits.float()), expected, atol=1e-5, rtol=1e-6)
 
 
+@pytest.mark.parametrize("vocab_size", [1, 7, 150, 4096])
+def test_probabilities_are_those_of_torch(vocab_size: int) -> None:
+    logits = logits_of(vocab_size, rows=ROWS).unflatten(0, (3, 4))
+    temperatures = [0.4, 1.0, 1.7]
+    expected = (logits.double() / torch.tensor(temperatures).double().view(3, 1, 1)).softmax(dim=-1).float()
+    torch.testing.assert_close(probabilities(logits, temperatures), expected, atol=1e-7, rtol=2e-6)
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+@pytest.mark.parametrize("seed", [None, 5])
+def test_a_sampler_drafts_and_judges_the_same_with_it_and_without(
+    reduced: bool, seed: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits, target_logits = logits_of(64, rows=2), logits_of(150, rows=6).unflatten(0, (2, 3))
+    token_ids = torch.arange(10, 138, 2) if reduced else None
+    params = [SamplingParams(temperature=0.8, seed=seed), SamplingParams(temperature=1.0, seed=seed)]
+
+    def once() -> tuple[Tensor, ...]:
+        rows = [Completion([5], each, frozenset(), None) for each in params]
+        sampler = BatchSampler(rows, [1, 2], [0, 0], SpeculationParams(), CPU, 150)
+        sampler.begin_round(2)
+        first, q1 = sampler.draft(logits, torch.empty(2, 0, dtype=torch.long), token_ids)
+        second, q2 = sampler.draft(logits.flip(1), first.unsqueeze(1), token_ids)
+        drafted = torch.stack([first, second], dim=1)
+        p = sampler.distribution(target_logits, drafted)
+        verdict = sampler.judge(p, stack([q1, q2]), drafted, torch.tensor([2, 2]))
+        return drafted, *verdict, q1.dense(150), p.dense(150)
+
+    found = once()
+    monkeypatch.setattr(decode.sampler, "can_draw", lambda logits: False)
+    for ours, theirs in zip(found, once(), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-7, rtol=2e-6)
+
+
 def test_only_what_it_can_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not can_draw(torch.zeros(2, 5)) and not can_draw(torch.zeros(5, 2).bfloat16().T)
     taken: list[int] = []
 
-    def watched(logits: Tensor, *arguments: object) -> Tensor:
+    def watched(logits: Tensor, *arguments: Any, **named: Any) -> tuple[Tensor, Tensor]:
         taken.append(len(logits))
-        return draw(logits, *arguments)  # type: ignore[arg-type]
+        return draw(logits, *arguments, **named)
 
     monkeypatch.setattr(decode.sampler, "draw", watched)
     plain = SamplingParams(temperature=0.8, seed=1)
