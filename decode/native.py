@@ -129,9 +129,14 @@ def native_library() -> ctypes.CDLL:
         raise Unavailable(f"compiling it failed: {said.splitlines()[0]}") from error
     library.request_tiles.restype = library.forward.restype = Size
     library.forward.argtypes = [Address] * 3 + [Size] * 3 + [Address] * 6 + [Size]
-    library.draw.restype = library.log_sum_exp.restype = None
-    library.draw.argtypes = [Address] + [Size] * 3 + [Address] * 5 + [Size]
-    library.log_sum_exp.argtypes = [Address] + [Size] * 3 + [Address, Size]
+    for name in ("draw", "truncate", "spread_out", "arrive", "log_sum_exp"):
+        getattr(library, name).restype = None
+    rows = [Address] + [Size] * 3
+    library.draw.argtypes = [*rows, *[Address] * 5, Size]
+    library.truncate.argtypes = [*rows, *[Address] * 5, Size]
+    library.spread_out.argtypes = [*rows, *[Address] * 2, Size, *[Address] * 2]
+    library.arrive.argtypes = [Address, Size, Size, Address, Size, Address, Address, Size]
+    library.log_sum_exp.argtypes = [*rows, Address, Size]
     if library.request_tiles():
         raise Unavailable("the system does not grant the use of matrix units")
     return library

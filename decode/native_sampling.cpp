@@ -3,6 +3,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
+#include <vector>
 
 #include "native.h"
 
@@ -59,22 +61,150 @@ float largest_of(const bf16* logits, int64_t size) {
     return _mm512_reduce_max_ps(largest);
 }
 
+// The largest place in [least, most] for which enough(place) holds; it holds for `least`, and below where it holds.
+template <class Enough>
+uint16_t largest_place(uint16_t least, uint16_t most, Enough enough) {
+    while (least < most) {
+        const uint16_t middle = uint16_t((uint32_t(least) + most + 1) / 2);
+        if (enough(middle))
+            least = middle;
+        else
+            most = middle - 1;
+    }
+    return least;
+}
+
+// bf16 numbers by their place in the order of numbers
+float number_at(uint16_t place) {
+    const uint32_t bits = uint32_t(place & 0x8000 ? place ^ 0x8000 : place ^ 0xffff) << 16;
+    float number;
+    std::memcpy(&number, &bits, sizeof number);
+    return number;
+}
+
+uint16_t place_of(float number) {
+    uint32_t bits;
+    std::memcpy(&bits, &number, sizeof bits);
+    return uint16_t(bits >> 16) ^ (bits >> 31 ? 0xffff : 0x8000);
+}
+
+inline __m512 weights_of(__m512 numbers, float largest, float scale) {
+    const __m512 x = _mm512_mul_ps(_mm512_sub_ps(numbers, _mm512_set1_ps(largest)), _mm512_set1_ps(scale));
+    // below that, e^x is no normal number
+    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.f), _CMP_GT_OQ), exponential(x));
+}
+
+// What top-k, top-p and min-p leave of a row: the tokens whose logits are not below a bound.
+struct Kept {
+    float bound, largest, total;  // total: of the weights e^((logit - largest) / temperature) that are left
+    int64_t count;
+};
+
+// Some logits of a row and their weights.
+class Candidates {
+   public:
+    void take(const bf16* logits, int64_t size, float bound, float largest, float scale) {
+        count_ = 0;
+        numbers_.resize(size + WIDTH);
+        weights_.resize(size + WIDTH);
+        for (int64_t i = 0; i < size; i += WIDTH) {
+            const __mmask16 mask = inside(size - i);
+            const __m512 numbers = load(logits + i, mask);
+            keep(_mm512_mask_cmp_ps_mask(mask, numbers, _mm512_set1_ps(bound), _CMP_GE_OQ), numbers,
+                 weights_of(numbers, largest, scale));
+        }
+    }
+
+    // only those whose number and weight are not below these
+    void reduce(float number, float weight) {
+        const int64_t count = count_;
+        count_ = 0;
+        for (int64_t i = 0; i < count; i += WIDTH) {
+            const __m512 numbers = _mm512_loadu_ps(&numbers_[i]), weights = _mm512_loadu_ps(&weights_[i]);
+            keep(_mm512_mask_cmp_ps_mask(inside(count - i), numbers, _mm512_set1_ps(number), _CMP_GE_OQ) &
+                     _mm512_cmp_ps_mask(weights, _mm512_set1_ps(weight), _CMP_GE_OQ),
+                 numbers, weights);
+        }
+    }
+
+    int64_t count() const { return count_; }
+
+    // of the numbers; there are some
+    float least() const { return *std::min_element(numbers_.begin(), numbers_.begin() + count_); }
+
+    // of the weights of numbers that are not below this one
+    float total(float bound) const {
+        __m512 total = _mm512_setzero_ps();
+        for (int64_t i = 0; i < count_; i += WIDTH) {
+            const __m512 numbers = _mm512_loadu_ps(&numbers_[i]);
+            const __mmask16 mask =
+                _mm512_mask_cmp_ps_mask(inside(count_ - i), numbers, _mm512_set1_ps(bound), _CMP_GE_OQ);
+            total = _mm512_mask_add_ps(total, mask, total, _mm512_loadu_ps(&weights_[i]));
+        }
+        return _mm512_reduce_add_ps(total);
+    }
+
+   private:
+    void keep(__mmask16 mask, __m512 numbers, __m512 weights) {
+        // whole registers, compressed before: a compressed store takes many times as long
+        _mm512_storeu_ps(&numbers_[count_], _mm512_maskz_compress_ps(mask, numbers));
+        _mm512_storeu_ps(&weights_[count_], _mm512_maskz_compress_ps(mask, weights));
+        count_ += _mm_popcnt_u32(mask);
+    }
+
+    int64_t count_ = 0;
+    std::vector<float> numbers_, weights_;
+};
+
+int64_t count_from(const bf16* logits, int64_t size, float bound) {
+    int64_t count = 0;
+    for (int64_t i = 0; i < size; i += WIDTH) {
+        const __mmask16 mask = inside(size - i);
+        count += _mm_popcnt_u32(
+            _mm512_mask_cmp_ps_mask(mask, load(logits + i, mask), _mm512_set1_ps(bound), _CMP_GE_OQ));
+    }
+    return count;
+}
+
+Kept truncated(const bf16* logits, int64_t size, float temperature, int64_t top_k, float top_p, float min_p) {
+    static thread_local Candidates candidates;  // new memory would cost a page fault for each of its pages
+    const float largest = largest_of(logits, size);
+    if (temperature == 0) return {largest, largest, 1.f, 1};
+    uint16_t place = place_of(-INFINITY);
+    if (0 < top_k && top_k < size)
+        place = largest_place(place, place_of(largest),
+                              [&](uint16_t at) { return count_from(logits, size, number_at(at)) >= top_k; });
+    candidates.take(logits, size, number_at(place), largest, 1.f / temperature);
+    if (top_p < 1) {
+        const float total = candidates.total(-INFINITY), wanted = top_p * total;
+        // tokens less likely than that have, together, less than half of what is to be left out
+        candidates.reduce(-INFINITY, (total - wanted) / (2 * float(size)));
+        place = largest_place(place, place_of(largest),
+                              [&](uint16_t at) { return candidates.total(number_at(at)) >= wanted; });
+        candidates.reduce(number_at(place), 0.f);
+    }
+    if (min_p > 0) candidates.reduce(-INFINITY, min_p);
+    if (candidates.count() == 0) return {largest, largest, 1.f, 0};  // nothing is a number
+    return {candidates.least(), largest, candidates.total(-INFINITY), candidates.count()};
+}
+
 // Which token arrives first, if token x arrives after a time exponential with rate weight[x].
 class First {
    public:
-    First(uint64_t key, const int32_t* spread)
-        : spread_(spread), first_(_mm512_set1_epi32(int32_t(key))), second_(_mm512_set1_epi32(int32_t(key >> 32) | 1)) {}
+    explicit First(uint64_t key)
+        : first_(_mm512_set1_epi32(int32_t(key))), second_(_mm512_set1_epi32(int32_t(key >> 32) | 1)) {}
 
-    void look_at(int64_t place, __mmask16 mask, __m512 weights) {
+    // weights of 16 tokens from a place on, and what tells their noise apart
+    void look_at(int64_t place, __mmask16 mask, __m512 weights, __m512i spread) {
         const __m512i here = _mm512_add_epi32(_mm512_set1_epi32(int32_t(place)), lanes());
-        const __m512 times = noise(_mm512_maskz_loadu_epi32(mask, spread_ + place), first_, second_);
+        const __m512 times = noise(spread, first_, second_);
         const __m512 speeds = _mm512_div_ps(weights, times);
         const __mmask16 faster = _mm512_mask_cmp_ps_mask(mask, speeds, fastest_, _CMP_GT_OQ);
         fastest_ = _mm512_mask_mov_ps(fastest_, faster, speeds);
         places_ = _mm512_mask_mov_epi32(places_, faster, here);
     }
 
-    int64_t token() const {
+    int64_t place() const {
         const __m512 most = _mm512_set1_ps(_mm512_reduce_max_ps(fastest_));
         return _mm512_mask_reduce_min_epu32(_mm512_cmp_ps_mask(fastest_, most, _CMP_EQ_OQ), places_);
     }
@@ -82,7 +212,6 @@ class First {
    private:
     static __m512i lanes() { return _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
 
-    const int32_t* spread_;
     const __m512i first_, second_;
     __m512 fastest_ = _mm512_set1_ps(-1.f);
     __m512i places_ = _mm512_setzero_si512();
@@ -101,17 +230,15 @@ void draw(const bf16* logits, int64_t num_rows, int64_t size, int64_t stride, co
 #pragma omp parallel for schedule(dynamic) num_threads(int(std::min(num_threads, num_rows)))
     for (int64_t row = 0; row < num_rows; ++row) {
         const bf16* of_row = logits + row * stride;
-        const __m512 largest = _mm512_set1_ps(largest_of(of_row, size));
-        const __m512 scale = _mm512_set1_ps(1.f / temperatures[row]);
-        const auto weigh = [&](int64_t i, __mmask16 mask) {
-            const __m512 x = _mm512_mul_ps(_mm512_sub_ps(load(of_row + i, mask), largest), scale);
-            // below that, e^x is no normal number
-            return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.f), _CMP_GT_OQ), exponential(x));
-        };
+        const float largest = largest_of(of_row, size), scale = 1.f / temperatures[row];
+        const auto weigh = [&](int64_t i, __mmask16 mask) { return weights_of(load(of_row + i, mask), largest, scale); };
         if (tokens) {
-            First first(keys[row], spread);
-            for (int64_t i = 0; i < size; i += WIDTH) first.look_at(i, inside(size - i), weigh(i, inside(size - i)));
-            tokens[row] = first.token();
+            First first(keys[row]);
+            for (int64_t i = 0; i < size; i += WIDTH) {
+                const __mmask16 mask = inside(size - i);
+                first.look_at(i, mask, weigh(i, mask), _mm512_maskz_loadu_epi32(mask, spread + i));
+            }
+            tokens[row] = first.place();
         }
         if (probabilities) {
             float* to = probabilities + row * size;
@@ -144,6 +271,63 @@ void log_sum_exp(const bf16* logits, int64_t num_rows, int64_t size, int64_t str
             total = _mm512_mask_add_ps(total, mask, total, weight);
         }
         sums[row] = largest + std::log(_mm512_reduce_add_ps(total));
+    }
+}
+
+// What top-k, top-p and min-p leave of each row, as `LogitsWarper` of sampling.py has it: kept [num_rows].
+void truncate(const bf16* logits, int64_t num_rows, int64_t size, int64_t stride, const float* temperatures,
+              const int64_t* top_k, const float* top_p, const float* min_p, Kept* kept, int64_t num_threads) {
+#pragma omp parallel for schedule(dynamic) num_threads(int(std::min(num_threads, num_rows)))
+    for (int64_t row = 0; row < num_rows; ++row)
+        kept[row] = truncated(logits + row * stride, size, temperatures[row], top_k[row], top_p[row], min_p[row]);
+}
+
+// Their probabilities and tokens, [num_rows, num_columns] each, which no row has more of; where one has fewer, other
+// tokens with probability 0 follow.
+void spread_out(const bf16* logits, int64_t num_rows, int64_t size, int64_t stride, const float* temperatures,
+                const Kept* kept, int64_t num_columns, float* probabilities, int64_t* tokens) {
+    for (int64_t row = 0; row < num_rows; ++row) {
+        const Kept& of_row = kept[row];
+        int64_t column = row * num_columns, left = of_row.count, other = column + left;
+        const int64_t end = column + num_columns;
+        for (int64_t i = 0; i < size && (left || other < end); i += WIDTH) {
+            const __m512 numbers = load(logits + row * stride + i, inside(size - i));
+            const __mmask16 mask =
+                _mm512_mask_cmp_ps_mask(inside(size - i), numbers, _mm512_set1_ps(of_row.bound), _CMP_GE_OQ);
+            if (!mask && other == end) continue;
+            alignas(64) float weights[WIDTH];
+            _mm512_store_ps(weights, temperatures[row] == 0
+                                         ? _mm512_set1_ps(1.f)
+                                         : weights_of(numbers, of_row.largest, 1.f / temperatures[row]));
+            for (int64_t lane = 0; lane < std::min(WIDTH, size - i); ++lane) {
+                if (mask >> lane & 1 && left) {
+                    probabilities[column] = weights[lane] / of_row.total;
+                    tokens[column++] = i + lane;
+                    --left;
+                } else if (other < end) {
+                    probabilities[other] = 0;
+                    tokens[other++] = i + lane;
+                }
+            }
+        }
+    }
+}
+
+// `sample` of sampling.py: of each row the column whose token arrives first.
+//
+// weights: [num_rows, num_columns]. spread: of the columns' tokens, rows `spread_stride` apart, which may be 0.
+void arrive(const float* weights, int64_t num_rows, int64_t num_columns, const int32_t* spread, int64_t spread_stride,
+            const uint64_t* keys, int64_t* columns, int64_t num_threads) {
+    const int64_t num_useful = num_columns < 4096 ? 1 : std::min(num_threads, num_rows);
+#pragma omp parallel for schedule(dynamic) num_threads(int(num_useful))
+    for (int64_t row = 0; row < num_rows; ++row) {
+        First first(keys[row]);
+        for (int64_t i = 0; i < num_columns; i += WIDTH) {
+            const __mmask16 mask = inside(num_columns - i);
+            first.look_at(i, mask, _mm512_maskz_loadu_ps(mask, weights + row * num_columns + i),
+                          _mm512_maskz_loadu_epi32(mask, spread + row * spread_stride + i));
+        }
+        columns[row] = first.place();
     }
 }
 }

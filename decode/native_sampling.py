@@ -1,6 +1,10 @@
-"""Whole vocabularies of bf16 logits in one call of C++, on CPUs that have it; torch reads them a dozen times."""
+"""What sampling.py does, in a few calls of C++, on CPUs that have it: torch reads a vocabulary of logits a dozen times.
+
+The tokens are those of sampling.py, but where two of them are within rounding of each other.
+"""
 
 import functools
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -8,11 +12,52 @@ from jaxtyping import BFloat16, Float, Int, UInt64
 from torch import Tensor
 
 from .native import Unavailable, native_library
+from .sampling import Distribution, LogitsWarper
+
+# of a row, as `truncate` describes it: bound, largest and total, fp32, and the count, int64
+KEPT_BYTES = 24
 
 
 def can_draw(logits: Tensor) -> bool:
-    """Whether these logits are such as `draw` takes, and this machine has what it needs."""
+    """Whether these logits are such as C++ takes, and this machine has what it needs."""
     return logits.dtype == torch.bfloat16 and logits.device.type == "cpu" and logits.stride(-1) == 1 and _available()
+
+
+class NativeWarper(LogitsWarper):
+    """`LogitsWarper`, which does what C++ cannot."""
+
+    def __init__(
+        self,
+        temperature: Sequence[float | int],
+        top_k: Sequence[int],
+        top_p: Sequence[float | int],
+        min_p: Sequence[float | int],
+        device: torch.device,
+        exact: bool = True,
+    ) -> None:
+        super().__init__(temperature, top_k, top_p, min_p, device, exact)
+        self.top_k = torch.tensor(top_k, dtype=torch.long)
+        self.floats = torch.tensor([list(temperature), list(top_p), list(min_p)], dtype=torch.float32)
+
+    def __call__(self, logits: Float[Tensor, "rows positions vocab"]) -> Distribution:
+        if self.is_greedy or not can_draw(logits):
+            return super().__call__(logits)
+        if self.temperatures:
+            return Distribution(probabilities(logits, self.temperatures))
+        per_row = logits.shape[1]
+        rows, places = _rows(logits)
+        temperature, top_p, min_p = self.floats.repeat_interleave(per_row, dim=1)
+        parameters = (temperature, self.top_k.repeat_interleave(per_row), top_p, min_p)
+        kept = torch.empty(len(rows), KEPT_BYTES, dtype=torch.uint8)
+        addresses = [tensor.data_ptr() for tensor in (*parameters, kept)]
+        native_library().truncate(*places, *addresses, torch.get_num_threads())
+        num_columns = max(1, int(kept.view(torch.long)[:, -1].max()))
+        weights = torch.empty(*logits.shape[:-1], num_columns)
+        tokens = torch.empty(weights.shape, dtype=torch.long)
+        native_library().spread_out(
+            *places, temperature.data_ptr(), kept.data_ptr(), num_columns, weights.data_ptr(), tokens.data_ptr()
+        )
+        return Distribution(weights, tokens)
 
 
 def probabilities(logits: BFloat16[Tensor, "*batch vocab"], temperatures: list[float]) -> Float[Tensor, "*batch vocab"]:
@@ -34,7 +79,7 @@ def draw(
     spread: Int[Tensor, " vocab"],
     with_weights: bool = True,
 ) -> tuple[Int[Tensor, " rows"], Float[Tensor, "rows vocab"]]:
-    """A token of each row from softmax(logits / temperature): what `sample` draws, but for ties within rounding.
+    """A token of each row from softmax(logits / temperature), as `sample` draws it.
 
     Args:
         logits: that `can_draw`.
@@ -47,20 +92,42 @@ def draw(
         columns, int64, and the softmax, fp32.
     """
     assert spread.dtype == torch.int32 and len(spread) == logits.shape[-1]
-    seeds = torch.from_numpy(np.ascontiguousarray(keys).view(np.int64))
     columns = torch.empty(len(logits), dtype=torch.long)
     weights = torch.empty(logits.shape) if with_weights else None
-    _draw(logits, temperatures, weights, seeds, spread.contiguous(), columns)
+    _draw(logits, temperatures, weights, _seeds(keys), spread.contiguous(), columns)
     return columns, torch.empty(len(logits), 0) if weights is None else weights
 
 
-def _draw(logits: Tensor, temperatures: list[float], *others: Tensor | None) -> None:
-    assert can_draw(logits)
-    rows = logits.flatten(0, -2)
-    scales = torch.tensor(temperatures).repeat_interleave(len(rows) // len(temperatures))
-    addresses = [None if tensor is None else tensor.data_ptr() for tensor in (scales, *others)]
-    addresses += [None] * (5 - len(addresses))
-    native_library().draw(rows.data_ptr(), *rows.shape, rows.stride(0), *addresses, torch.get_num_threads())
+def can_arrive(weights: Distribution) -> bool:
+    """Whether `arrive` takes these weights."""
+    return weights.probabilities.device.type == "cpu" and _available()
+
+
+def arrive(
+    weights: Distribution, keys: UInt64[np.ndarray, "*batch"], spread: Int[Tensor, "*#batch columns"]
+) -> Int[Tensor, "*batch"]:
+    """`sample`, with its noise.
+
+    Args:
+        weights: that `can_arrive`.
+        keys: of the noise.
+        spread: int32, `RowNoise.spread_of` the tokens of the columns.
+    """
+    of_columns, spread = weights.probabilities.contiguous(), spread.contiguous()
+    num_columns, shape = of_columns.shape[-1], of_columns.shape[:-1]
+    assert spread.dtype == torch.int32 and spread.shape in (of_columns.shape, (num_columns,))
+    seeds, columns = _seeds(keys), torch.empty(shape, dtype=torch.long)
+    native_library().arrive(
+        of_columns.data_ptr(),
+        columns.numel(),
+        num_columns,
+        spread.data_ptr(),
+        num_columns if spread.ndim > 1 else 0,
+        seeds.data_ptr(),
+        columns.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return weights.tokens(columns)
 
 
 def log_normalizers(logits: Float[Tensor, "rows vocab"]) -> Float[Tensor, " rows"]:
@@ -68,9 +135,27 @@ def log_normalizers(logits: Float[Tensor, "rows vocab"]) -> Float[Tensor, " rows
     if not can_draw(logits):
         return logits.float().logsumexp(dim=-1)
     sums = torch.empty(len(logits))
-    rows = (logits.data_ptr(), *logits.shape, logits.stride(0))
-    native_library().log_sum_exp(*rows, sums.data_ptr(), torch.get_num_threads())
+    native_library().log_sum_exp(*_rows(logits)[1], sums.data_ptr(), torch.get_num_threads())
     return sums
+
+
+def _draw(logits: Tensor, temperatures: list[float], *others: Tensor | None) -> None:
+    assert can_draw(logits)
+    rows, places = _rows(logits)
+    scales = torch.tensor(temperatures, dtype=torch.float32).repeat_interleave(len(rows) // len(temperatures))
+    addresses = [None if tensor is None else tensor.data_ptr() for tensor in (scales, *others)]
+    addresses += [None] * (5 - len(addresses))
+    native_library().draw(*places, *addresses, torch.get_num_threads())
+
+
+def _rows(logits: Tensor) -> tuple[Tensor, tuple[int, int, int, int]]:
+    """One row of logits after another, to be kept for as long as C++ reads them, and where and how many they are."""
+    rows = logits.flatten(0, -2)
+    return rows, (rows.data_ptr(), *rows.shape, rows.stride(0))
+
+
+def _seeds(keys: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(keys).view(np.int64))
 
 
 @functools.cache

@@ -5,6 +5,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from .model import CachedModel
@@ -161,9 +162,14 @@ class DraftModelProposer:
 
 
 def stack(steps: list[Distribution]) -> Distribution:
-    """Distributions [rows, columns] of successive positions as one, [rows, positions, columns]."""
-    probabilities = torch.stack([q.probabilities for q in steps], dim=1)
+    """Distributions [rows, columns] of successive positions as one, [rows, positions, columns] of the widest."""
+    width = max(q.probabilities.shape[-1] for q in steps)
+    probabilities = torch.stack([pad(q.probabilities, (0, width - q.probabilities.shape[-1])) for q in steps], dim=1)
     ids = steps[0].token_ids
     if ids is None or ids.ndim == 1:
         return Distribution(probabilities, ids)
-    return Distribution(probabilities, torch.stack([q.token_ids for q in steps if q.token_ids is not None], dim=1))
+    no_tokens = torch.arange(-width, 0, device=ids.device).expand(len(ids), -1)
+    padded = [
+        torch.cat([q.token_ids, no_tokens[:, q.token_ids.shape[-1] :]], dim=1) for q in steps if q.token_ids is not None
+    ]
+    return Distribution(probabilities, torch.stack(padded, dim=1))

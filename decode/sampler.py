@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .completion import Completion
-from .native_sampling import can_draw, draw, probabilities
+from .native_sampling import NativeWarper, arrive, can_arrive, can_draw, draw
 from .noise import ROWS_AT_A_TIME, RowNoise
 from .params import SamplingParams, SpeculationParams
 from .penalties import Penalties
@@ -101,8 +101,6 @@ class BatchSampler:
         """The target's p at the drafted tokens and after them, from logits [rows, drafted + 1, vocab]."""
         if self.penalties:
             logits = self.penalties(logits, drafted)
-        if self.warper.temperatures and can_draw(logits):
-            return Distribution(probabilities(logits, self.warper.temperatures))
         return self.warper(logits)
 
     def draw(self, p: Distribution) -> Tensor:
@@ -179,7 +177,7 @@ class BatchSampler:
     ) -> LogitsWarper:
         temperatures = [each.temperature if temperature is None else temperature for each in params]
         top_k, top_p = [each.top_k for each in params], [each.top_p for each in params]
-        return LogitsWarper(temperatures, top_k, top_p, [each.min_p for each in params], self.device, exact)
+        return NativeWarper(temperatures, top_k, top_p, [each.min_p for each in params], self.device, exact)
 
     def _plain_keys(self) -> np.ndarray:
         """For the token of a pass without drafted ones: uint64 [rows, 1]."""
@@ -222,4 +220,6 @@ class BatchSampler:
         if num_columns == 1 and weights.token_ids is not None:
             return weights.token_ids.squeeze(-1)
         ids = range(num_columns) if weights.token_ids is None else weights.token_ids
+        if can_arrive(weights):
+            return arrive(weights, keys, self.noise.spread_of(ids))
         return sample(weights, self.noise.exponentials(keys, ids))

@@ -23,8 +23,8 @@ class Distribution:
 
     Attributes:
         probabilities: fp32 [*batch, columns].
-        token_ids: int64 [*batch, columns], the token of each column, none twice; [columns] where all rows share them;
-            None where column i is token i.
+        token_ids: int64 [*batch, columns], the token of each column, none twice, or a number below 0 where there is
+            none; [columns] where all rows share them; None where column i is token i.
     """
 
     probabilities: Float[Tensor, "*batch columns"]
@@ -71,8 +71,8 @@ class Distribution:
             return torch.nn.functional.pad(self.probabilities, (0, missing))
         shape = self.probabilities.shape
         ids, zeros = self.token_ids.expand(shape), self.probabilities.new_zeros(*shape[:-1], vocab_size)
-        inside = torch.where(ids < vocab_size, self.probabilities, 0.0)
-        return zeros.scatter_add_(-1, ids.clamp_max(vocab_size - 1), inside)
+        inside = torch.where((ids >= 0) & (ids < vocab_size), self.probabilities, 0.0)
+        return zeros.scatter_add_(-1, ids.clamp(0, vocab_size - 1), inside)
 
     def excess(
         self, other: "Distribution", scale: Float[Tensor, "*batch"] | None = None
@@ -125,6 +125,7 @@ class LogitsWarper:
             rows_by_kind.setdefault(kind, []).append(row)
         parameters = torch.tensor([list(temperature), list(top_k), list(top_p), list(min_p)], dtype=torch.float64)
         self.parts = [(rows, kind(parameters[:, rows].to(device), exact)) for kind, rows in rows_by_kind.items()]
+        self.is_greedy = set(rows_by_kind) == {_Argmax}
         # of all rows, where nothing else changes their distributions
         self.temperatures = list(temperature) if set(rows_by_kind) == {_Whole} and not any(min_p) else None
 

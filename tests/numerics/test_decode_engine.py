@@ -119,6 +119,20 @@ def models(tiny_llama: Build) -> Models:
     return Models(target, draft, reduced, tuple(text.ids))
 
 
+class RoundedHead(torch.nn.Linear):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden).bfloat16()
+
+
+@pytest.fixture(scope="module")
+def rounded(models: Models) -> Models:
+    """The same with logits in bfloat16, which C++ turns into distributions and tokens, on machines that can."""
+    rounding = copy.deepcopy(models)
+    for model in (rounding.target, rounding.draft, rounding.reduced):
+        model.get_output_embeddings().__class__ = RoundedHead
+    return rounding
+
+
 # the reference
 
 
@@ -270,6 +284,19 @@ def test_texts_follow_the_target(models: Models, rule: str, proposer: str, setti
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_plain_decoding_follows_the_target(models: Models, setting: str) -> None:
     assert_follows_target(models, setting, plain(models, setting))
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("proposer", ["draft", "reduced draft", "cascade"])
+@pytest.mark.parametrize("rule", RULES)
+def test_texts_follow_a_target_with_rounded_logits(rounded: Models, rule: str, proposer: str, setting: str) -> None:
+    texts, total = matrix(rounded, rule, proposer, setting)
+    assert_follows_target(rounded, setting, texts)
+    if setting in SAMPLED:
+        assert 0.05 < total.num_accepted / total.num_verified < 0.95
+    if rule == "seeded":
+        assert texts == plain(rounded, setting)
+        assert_follows_target(rounded, setting, plain(rounded, setting))
 
 
 @pytest.mark.parametrize("proposer", PROPOSERS)

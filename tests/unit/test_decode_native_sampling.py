@@ -7,14 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
+import decode.native_sampling
 import decode.sampler
 from decode.completion import Completion
-from decode.native_sampling import _available, can_draw, draw, log_normalizers, probabilities
+from decode.native_sampling import NativeWarper, _available, arrive, can_draw, draw, log_normalizers, probabilities
 from decode.noise import RowNoise
 from decode.params import SamplingParams, SpeculationParams
 from decode.proposer import stack
 from decode.sampler import BatchSampler
-from decode.sampling import LogitsWarper, sample
+from decode.sampling import Distribution, LogitsWarper, sample
 
 pytestmark = pytest.mark.skipif(not _available(), reason="needs a compiler and a CPU with bf16 matrix units")
 
@@ -110,14 +111,69 @@ def test_probabilities_are_those_of_torch(vocab_size: int) -> None:
     torch.testing.assert_close(probabilities(logits, temperatures), expected, atol=1e-7, rtol=2e-6)
 
 
+TRUNCATIONS = [
+    dict(top_k=[5, 5, 5]),
+    dict(top_k=[1, 40, 1000]),
+    dict(top_p=[0.9, 0.5, 0.1]),
+    dict(top_p=[0.95, 1.0, 0.3], top_k=[0, 50, 0]),
+    dict(min_p=[0.1, 0.0, 0.9]),
+    dict(top_k=[50, 20, 3], top_p=[0.9, 0.4, 0.99], min_p=[0.02, 0.1, 0.0]),
+    dict(top_p=[0.9, 0.9, 0.9], temperature=[0.0, 1.0, 1.5]),
+    dict(top_k=[0, 0, 3], temperature=[1.0, 0.0, 0.7]),
+    dict(top_p=[1e-9, 0.9999, 0.5]),  # beyond that, what is in and what is out is rounding
+]
+
+
+@pytest.mark.parametrize("parameters", TRUNCATIONS)
+@pytest.mark.parametrize("vocab_size", [1, 7, 150, 5000])
+@pytest.mark.parametrize("spread", [0.0, 1.0, 4.0, 30.0])
+def test_what_is_left_of_a_row_is_what_torch_leaves(
+    parameters: dict[str, list[float]], vocab_size: int, spread: float
+) -> None:
+    """Ties included: of 5,000 bf16 logits many are equal, and at spread 0 all."""
+    neutral = dict(temperature=[0.8, 1.0, 1.3], top_k=[0] * 3, top_p=[1.0] * 3, min_p=[0.0] * 3)
+    arguments: dict[str, Any] = neutral | parameters
+    logits = logits_of(vocab_size, spread).unflatten(0, (3, 4))
+    expected = LogitsWarper(**arguments, device=CPU)(logits)
+    found = NativeWarper(**arguments, device=CPU)(logits)
+    assert found.probabilities.dtype == torch.float32
+    torch.testing.assert_close(found.dense(vocab_size), expected.dense(vocab_size), atol=1e-7, rtol=1e-5)
+    if found.token_ids is not None:
+        assert all(len(set(ids)) == len(ids) for ids in found.token_ids.flatten(0, 1).tolist())
+        for probabilities_, ids in zip(found.probabilities.flatten(0, 1), found.token_ids.flatten(0, 1), strict=True):
+            assert 0 <= int(ids.min()) <= int(ids.max()) < vocab_size
+            assert probabilities_.sum().item() == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(3, 40), (2, 3, 5000), (1, 1, 1)])
+@pytest.mark.parametrize("ids", ["of each", "of all", "none"])
+def test_arrivals_are_those_of_sample(shape: tuple[int, ...], ids: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    weights, vocab_size, rows = torch.rand(shape, generator=generator), 6000, shape[0]
+    weights[..., ::3] = 0
+    weights[..., 0] = 1e-30
+    token_ids = None
+    if ids != "none":
+        orders = torch.rand((*shape[:-1], vocab_size), generator=generator).argsort(-1)[..., : shape[-1]]
+        token_ids = orders if ids == "of each" else orders.flatten(0, -2)[0].contiguous()
+    distribution, noise = Distribution(weights, token_ids), noise_for(vocab_size, rows)
+    columns = range(shape[-1]) if token_ids is None else token_ids
+    for place in range(20):
+        keys = noise.keys("next", np.arange(rows * weights[..., 0].numel() // rows).reshape(rows, -1) + 100 * place)
+        keys = keys.reshape(shape[:-1])
+        found = arrive(distribution, keys, noise.spread_of(columns))
+        assert torch.equal(found, sample(distribution, noise.exponentials(keys, columns)))
+
+
 @pytest.mark.parametrize("reduced", [False, True])
 @pytest.mark.parametrize("seed", [None, 5])
+@pytest.mark.parametrize("more", [{}, {"top_p": 0.9}, {"top_k": 20, "min_p": 0.05}])
 def test_a_sampler_drafts_and_judges_the_same_with_it_and_without(
-    reduced: bool, seed: int | None, monkeypatch: pytest.MonkeyPatch
+    more: dict[str, Any], reduced: bool, seed: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logits, target_logits = logits_of(64, rows=2), logits_of(150, rows=6).unflatten(0, (2, 3))
     token_ids = torch.arange(10, 138, 2) if reduced else None
-    params = [SamplingParams(temperature=0.8, seed=seed), SamplingParams(temperature=1.0, seed=seed)]
+    params = [SamplingParams(temperature=each, seed=seed, **more) for each in (0.8, 1.0)]
 
     def once() -> tuple[Tensor, ...]:
         rows = [Completion([5], each, frozenset(), None) for each in params]
@@ -131,9 +187,11 @@ def test_a_sampler_drafts_and_judges_the_same_with_it_and_without(
         return drafted, *verdict, q1.dense(150), p.dense(150)
 
     found = once()
-    monkeypatch.setattr(decode.sampler, "can_draw", lambda logits: False)
+    for name in ("can_draw", "can_arrive"):
+        monkeypatch.setattr(decode.sampler, name, lambda tensor: False)
+    monkeypatch.setattr(decode.native_sampling, "can_draw", lambda logits: False)
     for ours, theirs in zip(found, once(), strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-7, rtol=2e-6)
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
 
 
 def test_only_what_it_can_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
