@@ -28,6 +28,7 @@ class BufferLayer(CacheLayerMixin):
         self.keys = key_states.new_zeros(batch, heads, capacity, key_states.shape[-1])
         self.values = value_states.new_zeros(batch, heads, capacity, value_states.shape[-1])
         self.is_initialized = True
+        self.owner.addresses = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write [batch, kv_heads, n, head_dim] at the owner's positions; return views of all that is in use."""

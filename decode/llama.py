@@ -149,7 +149,8 @@ class LlamaForward:
         """
         cos, sin = self._rotary_tables(cache.capacity)
         if self.native:
-            return self.native(tokens, cache, cos, sin, with_logits)
+            hidden, logits = self.native(tokens, cache, cos, sin, with_logits)
+            return (hidden, logits) if with_logits else (None, None)
         hidden = self.embed(tokens)
         cos, sin = cos[positions].unsqueeze(2), sin[positions].unsqueeze(2)
         bias = None

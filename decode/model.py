@@ -20,12 +20,20 @@ class CachedModel:
         batch_size: number of rows.
         capacity: most tokens a text will have.
         spare: room for tokens beyond, which a row that is near its end is fed because its neighbours are not.
+        keep_hidden_states: let `hidden_states` be what last entered the head, [batch, n, hidden].
 
     Raises:
         ValueError: see `refuse_unsupported_cache`.
     """
 
-    def __init__(self, model: PreTrainedModel, batch_size: int, capacity: int, spare: int = 0) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        batch_size: int,
+        capacity: int,
+        spare: int = 0,
+        keep_hidden_states: bool = False,
+    ) -> None:
         refuse_unsupported_cache(model, capacity)
         self.model = model
         self.fast = llama_forward(model)
@@ -33,7 +41,7 @@ class CachedModel:
         self.spare = spare
         num_layers = model.config.get_text_config().num_hidden_layers
         self.cache = KVCache(num_layers, batch_size, capacity + spare, model.device)
-        # what entered the head in the last pass that had one, [batch, n, hidden]
+        self.keep_hidden_states = keep_hidden_states
         self.hidden_states: Tensor | None = None
 
     @property
@@ -91,9 +99,11 @@ class CachedModel:
             positions = positions.clamp_max(self.capacity - 1)
         logits: Tensor | None = None
         if self.fast:
-            self.hidden_states, logits = self.fast(tokens, positions, self.cache, with_logits)
+            hidden, logits = self.fast(tokens, positions, self.cache, with_logits)
+            if self.keep_hidden_states and with_logits:
+                self.hidden_states = hidden
         else:
-            with self._hidden_states_kept():
+            with self._hidden_states_kept() if self.keep_hidden_states else contextlib.nullcontext():
                 output = (self.model if with_logits else self.model.get_decoder())(
                     input_ids=tokens,
                     position_ids=positions,

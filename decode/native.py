@@ -129,11 +129,11 @@ def native_library() -> ctypes.CDLL:
         raise Unavailable(f"compiling it failed: {said.splitlines()[0]}") from error
     library.request_tiles.restype = library.forward.restype = Size
     library.forward.argtypes = [Address] * 3 + [Size] * 3 + [Address] * 6 + [Size]
-    for name in ("draw", "truncate", "spread_out", "arrive", "log_sum_exp"):
+    for name in ("draw", "bound_rows", "spread_out", "arrive", "log_sum_exp"):
         getattr(library, name).restype = None
     rows = [Address] + [Size] * 3
     library.draw.argtypes = [*rows, *[Address] * 5, Size]
-    library.truncate.argtypes = [*rows, *[Address] * 5, Size]
+    library.bound_rows.argtypes = [*rows, *[Address] * 5, Size]
     library.spread_out.argtypes = [*rows, *[Address] * 2, Size, *[Address] * 2]
     library.arrive.argtypes = [Address, Size, Size, Address, Size, Address, Address, Size]
     library.log_sum_exp.argtypes = [*rows, Address, Size]
@@ -195,7 +195,7 @@ class NativeForward:
 
     def __call__(
         self, tokens: Tensor, cache: KVCache, cos: Tensor, sin: Tensor, with_logits: bool
-    ) -> tuple[Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None]:
         """What enters the head, [rows, n, hidden], and logits [rows, n, vocab], after tokens, int64 [rows, n].
 
         Args:

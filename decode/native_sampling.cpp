@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstddef>
 #include <cstring>
 #include <vector>
 
@@ -99,6 +100,7 @@ struct Kept {
     float bound, largest, total;  // total: of the weights e^((logit - largest) / temperature) that are left
     int64_t count;
 };
+static_assert(sizeof(Kept) == 24 && offsetof(Kept, count) == 16);
 
 // Some logits of a row and their weights.
 class Candidates {
@@ -115,7 +117,7 @@ class Candidates {
         }
     }
 
-    // only those whose number and weight are not below these
+    // only those whose numbers and weights are not below these
     void reduce(float number, float weight) {
         const int64_t count = count_;
         count_ = 0;
@@ -129,8 +131,13 @@ class Candidates {
 
     int64_t count() const { return count_; }
 
-    // of the numbers; there are some
-    float least() const { return *std::min_element(numbers_.begin(), numbers_.begin() + count_); }
+    // of the numbers whose weights are not below this one; infinite if there is none
+    float least(float weight) const {
+        float least = INFINITY;
+        for (int64_t i = 0; i < count_; ++i)
+            if (weights_[i] >= weight) least = std::min(least, numbers_[i]);
+        return least;
+    }
 
     // of the weights of numbers that are not below this one
     float total(float bound) const {
@@ -169,7 +176,7 @@ int64_t count_from(const bf16* logits, int64_t size, float bound) {
 Kept truncated(const bf16* logits, int64_t size, float temperature, int64_t top_k, float top_p, float min_p) {
     static thread_local Candidates candidates;  // new memory would cost a page fault for each of its pages
     const float largest = largest_of(logits, size);
-    if (temperature == 0) return {largest, largest, 1.f, 1};
+    if (temperature == 0) return {largest, largest, 1.f, largest == largest};  // none of a row without numbers
     uint16_t place = place_of(-INFINITY);
     if (0 < top_k && top_k < size)
         place = largest_place(place, place_of(largest),
@@ -183,9 +190,10 @@ Kept truncated(const bf16* logits, int64_t size, float temperature, int64_t top_
                               [&](uint16_t at) { return candidates.total(number_at(at)) >= wanted; });
         candidates.reduce(number_at(place), 0.f);
     }
-    if (min_p > 0) candidates.reduce(-INFINITY, min_p);
+    const float bound = candidates.least(min_p);
+    candidates.reduce(bound, 0.f);
     if (candidates.count() == 0) return {largest, largest, 1.f, 0};  // nothing is a number
-    return {candidates.least(), largest, candidates.total(-INFINITY), candidates.count()};
+    return {bound, largest, candidates.total(bound), candidates.count()};
 }
 
 // Which token arrives first, if token x arrives after a time exponential with rate weight[x].
@@ -264,19 +272,22 @@ void log_sum_exp(const bf16* logits, int64_t num_rows, int64_t size, int64_t str
     for (int64_t row = 0; row < num_rows; ++row) {
         const bf16* of_row = logits + row * stride;
         const float largest = largest_of(of_row, size);
-        __m512 total = _mm512_setzero_ps();
-        for (int64_t i = 0; i < size; i += WIDTH) {
-            const __mmask16 mask = inside(size - i);
-            const __m512 weight = exponential(_mm512_sub_ps(load(of_row + i, mask), _mm512_set1_ps(largest)));
-            total = _mm512_mask_add_ps(total, mask, total, weight);
+        double total = 0;
+        for (int64_t begin = 0; begin < size; begin += 1024) {  // more, and a large sum would swallow small numbers
+            __m512 of_some = _mm512_setzero_ps();
+            for (int64_t i = begin; i < std::min(begin + 1024, size); i += WIDTH) {
+                const __mmask16 mask = inside(size - i);
+                of_some = _mm512_mask_add_ps(of_some, mask, of_some, weights_of(load(of_row + i, mask), largest, 1.f));
+            }
+            total += _mm512_reduce_add_ps(of_some);
         }
-        sums[row] = largest + std::log(_mm512_reduce_add_ps(total));
+        sums[row] = largest + float(std::log(total));
     }
 }
 
 // What top-k, top-p and min-p leave of each row, as `LogitsWarper` of sampling.py has it: kept [num_rows].
-void truncate(const bf16* logits, int64_t num_rows, int64_t size, int64_t stride, const float* temperatures,
-              const int64_t* top_k, const float* top_p, const float* min_p, Kept* kept, int64_t num_threads) {
+void bound_rows(const bf16* logits, int64_t num_rows, int64_t size, int64_t stride, const float* temperatures,
+                const int64_t* top_k, const float* top_p, const float* min_p, Kept* kept, int64_t num_threads) {
 #pragma omp parallel for schedule(dynamic) num_threads(int(std::min(num_threads, num_rows)))
     for (int64_t row = 0; row < num_rows; ++row)
         kept[row] = truncated(logits + row * stride, size, temperatures[row], top_k[row], top_p[row], min_p[row]);

@@ -4,6 +4,7 @@ The tokens are those of sampling.py, but where two of them are within rounding o
 """
 
 import functools
+import logging
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,9 +13,11 @@ from jaxtyping import BFloat16, Float, Int, UInt64
 from torch import Tensor
 
 from .native import Unavailable, native_library
-from .sampling import Distribution, LogitsWarper
+from .sampling import DRAFT_NUCLEUS_COLUMNS, Distribution, LogitsWarper
 
-# of a row, as `truncate` describes it: bound, largest and total, fp32, and the count, int64
+logger = logging.getLogger(__name__)
+
+# of a row, as `bound_rows` describes it: bound, largest and total, fp32, and the count, int64
 KEPT_BYTES = 24
 
 
@@ -24,7 +27,11 @@ def can_draw(logits: Tensor) -> bool:
 
 
 class NativeWarper(LogitsWarper):
-    """`LogitsWarper`, which does what C++ cannot."""
+    """`LogitsWarper`, which does what C++ cannot.
+
+    Args:
+        all: as for `LogitsWarper`; what is not exact has no more than DRAFT_NUCLEUS_COLUMNS columns, ties aside.
+    """
 
     def __init__(
         self,
@@ -36,8 +43,10 @@ class NativeWarper(LogitsWarper):
         exact: bool = True,
     ) -> None:
         super().__init__(temperature, top_k, top_p, min_p, device, exact)
-        self.top_k = torch.tensor(top_k, dtype=torch.long)
-        self.floats = torch.tensor([list(temperature), list(top_p), list(min_p)], dtype=torch.float32)
+        most = [k or (DRAFT_NUCLEUS_COLUMNS if p < 1 and not exact else 0) for k, p in zip(top_k, top_p, strict=True)]
+        self.top_k = torch.tensor(most, device="cpu")
+        floats = [list(temperature), list(top_p), list(min_p)]
+        self.floats = torch.tensor(floats, dtype=torch.float32, device="cpu")
 
     def __call__(self, logits: Float[Tensor, "rows positions vocab"]) -> Distribution:
         if self.is_greedy or not can_draw(logits):
@@ -48,16 +57,18 @@ class NativeWarper(LogitsWarper):
         rows, places = _rows(logits)
         temperature, top_p, min_p = self.floats.repeat_interleave(per_row, dim=1)
         parameters = (temperature, self.top_k.repeat_interleave(per_row), top_p, min_p)
-        kept = torch.empty(len(rows), KEPT_BYTES, dtype=torch.uint8)
+        kept = _empty(len(rows), KEPT_BYTES, dtype=torch.uint8)
         addresses = [tensor.data_ptr() for tensor in (*parameters, kept)]
-        native_library().truncate(*places, *addresses, torch.get_num_threads())
+        native_library().bound_rows(*places, *addresses, torch.get_num_threads())
         num_columns = max(1, int(kept.view(torch.long)[:, -1].max()))
-        weights = torch.empty(*logits.shape[:-1], num_columns)
-        tokens = torch.empty(weights.shape, dtype=torch.long)
+        weights = _empty(*logits.shape[:-1], num_columns)
+        tokens = _empty(*weights.shape, dtype=torch.long)
         native_library().spread_out(
             *places, temperature.data_ptr(), kept.data_ptr(), num_columns, weights.data_ptr(), tokens.data_ptr()
         )
-        return Distribution(weights, tokens)
+        found = Distribution(weights, tokens)
+        # ids beside a whole vocabulary would cost more than they spare
+        return Distribution(found.dense(logits.shape[-1])) if self.some_keep_all else found
 
 
 def probabilities(logits: BFloat16[Tensor, "*batch vocab"], temperatures: list[float]) -> Float[Tensor, "*batch vocab"]:
@@ -67,7 +78,7 @@ def probabilities(logits: BFloat16[Tensor, "*batch vocab"], temperatures: list[f
         logits: that `can_draw`.
         temperatures: above 0; one for each of the first axis.
     """
-    found = torch.empty(logits.shape)
+    found = _empty(*logits.shape)
     _draw(logits, temperatures, found)
     return found
 
@@ -92,15 +103,16 @@ def draw(
         columns, int64, and the softmax, fp32.
     """
     assert spread.dtype == torch.int32 and len(spread) == logits.shape[-1]
-    columns = torch.empty(len(logits), dtype=torch.long)
-    weights = torch.empty(logits.shape) if with_weights else None
+    columns = _empty(len(logits), dtype=torch.long)
+    weights = _empty(*logits.shape) if with_weights else None
     _draw(logits, temperatures, weights, _seeds(keys), spread.contiguous(), columns)
-    return columns, torch.empty(len(logits), 0) if weights is None else weights
+    return columns, _empty(len(logits), 0) if weights is None else weights
 
 
 def can_arrive(weights: Distribution) -> bool:
     """Whether `arrive` takes these weights."""
-    return weights.probabilities.device.type == "cpu" and _available()
+    numbers = weights.probabilities
+    return numbers.dtype == torch.float32 and numbers.device.type == "cpu" and _available()
 
 
 def arrive(
@@ -116,7 +128,7 @@ def arrive(
     of_columns, spread = weights.probabilities.contiguous(), spread.contiguous()
     num_columns, shape = of_columns.shape[-1], of_columns.shape[:-1]
     assert spread.dtype == torch.int32 and spread.shape in (of_columns.shape, (num_columns,))
-    seeds, columns = _seeds(keys), torch.empty(shape, dtype=torch.long)
+    seeds, columns = _seeds(keys), _empty(*shape, dtype=torch.long)
     native_library().arrive(
         of_columns.data_ptr(),
         columns.numel(),
@@ -134,7 +146,7 @@ def log_normalizers(logits: Float[Tensor, "rows vocab"]) -> Float[Tensor, " rows
     """logsumexp of each row, fp32."""
     if not can_draw(logits):
         return logits.float().logsumexp(dim=-1)
-    sums = torch.empty(len(logits))
+    sums = _empty(len(logits))
     native_library().log_sum_exp(*_rows(logits)[1], sums.data_ptr(), torch.get_num_threads())
     return sums
 
@@ -142,7 +154,9 @@ def log_normalizers(logits: Float[Tensor, "rows vocab"]) -> Float[Tensor, " rows
 def _draw(logits: Tensor, temperatures: list[float], *others: Tensor | None) -> None:
     assert can_draw(logits)
     rows, places = _rows(logits)
-    scales = torch.tensor(temperatures, dtype=torch.float32).repeat_interleave(len(rows) // len(temperatures))
+    scales = torch.tensor(temperatures, dtype=torch.float32, device="cpu").repeat_interleave(
+        len(rows) // len(temperatures)
+    )
     addresses = [None if tensor is None else tensor.data_ptr() for tensor in (scales, *others)]
     addresses += [None] * (5 - len(addresses))
     native_library().draw(*places, *addresses, torch.get_num_threads())
@@ -158,10 +172,16 @@ def _seeds(keys: np.ndarray) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(keys).view(np.int64))
 
 
+def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """What C++ writes into, whatever torch's defaults are."""
+    return torch.empty(shape, dtype=dtype, device="cpu")
+
+
 @functools.cache
 def _available() -> bool:
     try:
         native_library()
-    except Unavailable:  # which is logged where a model is looked at
+    except Unavailable as reason:
+        logger.info("sampling without C++: %s", reason)
         return False
     return True

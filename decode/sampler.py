@@ -103,12 +103,8 @@ class BatchSampler:
             logits = self.penalties(logits, drafted)
         return self.warper(logits)
 
-    def draw(self, p: Distribution) -> Tensor:
-        """Tokens of a pass without drafted ones: from p [rows, 1, columns] to int64 [rows]."""
-        return self._draw(p, self._plain_keys()).squeeze(1)
-
     def choose(self, logits: Tensor) -> Tensor:
-        """`draw` of `distribution`, from logits [rows, 1, vocab] to int64 [rows], a few rows after the other."""
+        """Tokens of a pass without drafted ones: from logits [rows, 1, vocab] to int64 [rows], some rows at a time."""
         if self.penalties:
             logits = self.penalties(logits, torch.zeros(len(logits), 0, dtype=torch.long, device=self.device))
         keys, step = self._plain_keys(), self.rows_at_a_time

@@ -126,6 +126,7 @@ class LogitsWarper:
         parameters = torch.tensor([list(temperature), list(top_k), list(top_p), list(min_p)], dtype=torch.float64)
         self.parts = [(rows, kind(parameters[:, rows].to(device), exact)) for kind, rows in rows_by_kind.items()]
         self.is_greedy = set(rows_by_kind) == {_Argmax}
+        self.some_keep_all = _Whole in rows_by_kind
         # of all rows, where nothing else changes their distributions
         self.temperatures = list(temperature) if set(rows_by_kind) == {_Whole} and not any(min_p) else None
 

@@ -115,7 +115,7 @@ class SpeculativeEngine:
         """Run round after round until every row has ended, filling `completions` and `traces` in place.
 
         A round drafts some tokens for every unfinished row, scores them in one target pass, and commits the accepted
-        ones and one more from the target. Yields after each round which rows it was for.
+        ones and one more from the target. Yields after each round which rows it was for; `on_pass` is called within it.
         """
         if not completions:
             return
@@ -123,7 +123,7 @@ class SpeculativeEngine:
         capacity = max(len(row.prompt) + row.params.max_new_tokens for row in completions)
         speculation = self.speculation
         spare = (speculation.num_draft_tokens or speculation.max_draft_tokens) if self.proposer else 0
-        target = CachedModel(self.target, len(completions), capacity, spare)
+        target = CachedModel(self.target, len(completions), capacity, spare, keep_hidden_states=on_pass is not None)
         sampler = BatchSampler(completions, *_seeds(completions, streams), speculation, device, target.vocab_size)
         active = list(range(len(completions)))
         sequences = [row.sequence for row in completions]

@@ -24,7 +24,7 @@ from train.provenance import provenance
 from .config import CacheConfig
 from .parts import begin, finish, is_complete, part_path, partial, read_record, refuse_full_disk, save_part
 from .responses import COLUMNS, GREEDY, RECORD, SPLITS, has_split, load_responses, refuse_responses_of_another_target
-from .signal import SIGNAL_RECORD, SignalRecord, load_record, signal_record
+from .signal import SIGNAL_RECORD, SignalRecord, signal_record
 from .teacher import TeacherHead, collate, compile_layers, compiled, final_hidden_states
 
 logger = logging.getLogger(__name__)
@@ -74,8 +74,6 @@ def cache(config: CacheConfig) -> Path:
     record = signal_record(target, head, describe_target(name, tokenizer), top_k, temperature)
     parts = _parts(folder, splits, PASSES_PER_PART * config.tokens_per_pass)
     _refuse_full_disk(output, record, splits, parts)
-    if (begun := load_record(str(folder))) is not None and begun != record:
-        raise ValueError(f"output {output}: was begun with another target of the same name; delete {folder}")
     content = {"settings": settings, **asdict(record), "provenance": provenance(asdict(config))}
     begin(output, SIGNAL_RECORD, content)
     features = datasets.Features({**COLUMNS, **record.features()})

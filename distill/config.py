@@ -24,7 +24,8 @@ class RespondConfig:
         batch_size: prompts decoded at a time
         heldout_fraction: share of the prompts held out when the prompt set does not say which
         keep_states: also keep what entered the target's head before each token, so that training needs no pass of the
-            target and the responses no `spec-distill cache`; 2 bytes a token and unit of width in bf16
+            target and the responses no `spec-distill cache`; on disk and, for the batch at hand, in memory, 2 bytes a
+            token and unit of width in bf16
         dtype: of the target; auto keeps the checkpoint's
     """
 

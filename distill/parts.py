@@ -42,13 +42,19 @@ def is_complete(output: Path, record_name: str, settings: dict[str, Any]) -> boo
     return False
 
 
-def begin(output: Path, record_name: str, record: dict[str, Any]) -> Path:
-    """The folder of the parts, with the record in it."""
+def begin(output: Path, record_name: str, record: dict[str, Any]) -> None:
+    """Make the folder of the parts, with the record in it; or see that what is there began with such a record.
+
+    Raises:
+        ValueError: it began with the same settings, but names in them stood for something else.
+    """
     folder = partial(output)
     if not (folder / record_name).is_file():
         folder.mkdir(parents=True, exist_ok=True)
         write_text(folder / record_name, json.dumps(record, indent=2))
-    return folder
+    begun = read_record(str(folder), record_name)
+    if any(begun.get(key, value) != value for key, value in record.items() if key not in ("settings", "provenance")):
+        raise ValueError(f"output {output}: was begun with another target of the same name; delete {folder}")
 
 
 def part_path(folder: Path, split: str, number: int, total: int) -> Path:
@@ -79,6 +85,8 @@ def finish(output: Path, paths: list[Path], features: datasets.Features, record_
     splits: dict[str, list[str]] = {}
     for path in paths:
         splits.setdefault(path.parent.name, []).append(path.name)
+    for path in [path for path in folder.glob("*/") if path.name not in splits] + list(folder.glob("*/*/")):
+        remove_folder(path)  # parts of an older release, which nobody reads
     for split, names in splits.items():
         datasets.DatasetInfo(features=features).write_to_directory(str(folder / split))
         fingerprint = hashlib.sha256(f"{split} {(folder / record_name).read_text()}".encode()).hexdigest()[:16]
@@ -126,6 +134,8 @@ def _refuse_other_settings(folder: Path, record_name: str, settings: dict[str, A
         raise ValueError(f"output {folder}: exists and holds no {record_name}; give another folder")
     recorded = read_record(str(folder), record_name)["settings"]
     wanted = json.loads(json.dumps(settings))
+    if "responses_sha256" in wanted and "responses_sha256" not in recorded:
+        raise ValueError(f"output {folder}: holds responses with states kept by `respond`; give another folder")
     if "sampling" in wanted:
         # a release that did not know a field wrote what its default gives
         unrecorded = json.loads(json.dumps(asdict(SamplingParams(seed=0))))

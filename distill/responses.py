@@ -61,20 +61,18 @@ class Batch(NamedTuple):
 class States:
     """What entered the target's head before each token of a batch of rows, and the normalisers of what left it."""
 
-    def __init__(self, num_rows: int) -> None:
-        self.hidden: list[list[Tensor]] = [[] for _ in range(num_rows)]
-        self.normalizers: list[list[Tensor]] = [[] for _ in range(num_rows)]
+    def __init__(self) -> None:
+        self.passes: list[tuple[dict[int, int], Tensor, Tensor]] = []
 
     def on_pass(self, rows: list[int], hidden: Tensor, logits: Tensor) -> None:
-        normalizers = log_normalizers(logits[:, -1])
-        for row, of_row, normalizer in zip(rows, hidden[:, -1], normalizers, strict=True):
-            self.hidden[row].append(of_row)
-            self.normalizers[row].append(normalizer)
+        places = {row: place for place, row in enumerate(rows)}
+        self.passes.append((places, hidden[:, -1], log_normalizers(logits[:, -1])))
 
     def signal(self, row: int, num_tokens: int) -> dict[str, Tensor]:
         """For the first tokens of a row's response."""
-        kept = {"teacher_hidden": self.hidden[row], "log_normalizers": self.normalizers[row]}
-        return {name: torch.stack(values[:num_tokens]) for name, values in kept.items()}
+        kept = [(hidden[places[row]], totals[places[row]]) for places, hidden, totals in self.passes[:num_tokens]]
+        hidden, totals = zip(*kept, strict=True)
+        return {"teacher_hidden": torch.stack(hidden), "log_normalizers": torch.stack(totals)}
 
 
 def respond(config: RespondConfig) -> Path:
@@ -87,7 +85,7 @@ def respond(config: RespondConfig) -> Path:
 
     Raises:
         ValueError: a bad prompt set or model, a prompt longer than the context, an output that holds the responses of
-            another configuration, or a disk that may not hold what is to be kept.
+            another configuration or target, or a disk that may not hold what is to be kept.
     """
     datasets.disable_progress_bars()
     output = Path(config.output)
@@ -200,7 +198,7 @@ def _answered(
     decoder: PlainDecoder, batch: Batch, signal: SignalRecord | None, bar: ProgressBar
 ) -> list[dict[str, Any]]:
     """The rows of a batch."""
-    states = States(len(batch.questions))
+    states = States()
     completions = decoder.generate_ids(
         [question.ids for question in batch.questions],
         batch.sampling,

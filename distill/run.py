@@ -169,7 +169,7 @@ def _signal_record(config: RunConfig, target_name: str, tokenizer: Tokenizer) ->
     if record is None:
         raise ValueError(
             f"teacher: responses {config.responses} keep no signal; make it with `spec-distill cache`, "
-            "or use teacher online"
+            "or responses with keep_states true, or use teacher online"
         )
     if record.kind == "top_k" and record.temperature != config.temperature:
         raise ValueError(

@@ -55,6 +55,8 @@ def load_texts(config: RunConfig, tokenizer: Tokenizer) -> Texts:
     if (Path(config.responses) / RECORD).is_file():
         greedy = load_responses(config.responses, GREEDY) if has_split(config.responses, GREEDY) else None
         train, heldout = (load_responses(config.responses, split) for split in ("train", "heldout"))
+        if config.teacher == "online":  # a signal that may be there would be read for nothing
+            train, heldout, greedy = without_signal(train), without_signal(heldout), greedy and without_signal(greedy)
         return Texts(train, heldout, greedy, by_target=True)
     rows = read_rows(config.responses, tokenizer, config.max_length)
     if len(rows) < 2:

@@ -258,6 +258,23 @@ def test_what_texts_begin_with_is_read_once(
     assert fed == [(1, 3)]
 
 
+@torch.inference_mode()
+def test_a_cache_that_is_begun_again_is_where_it_says(tiny_llama: Callable[..., LlamaForCausalLM]) -> None:
+    """Where C++ writes into it, too."""
+    model = tiny_llama(vocab_size=VOCAB, hidden_size=64, num_attention_heads=2, num_key_value_heads=1).bfloat16()
+    texts = [[3, 4, 5, 6], [3, 4, 7, 8]]
+    cached, fresh = (CachedModel(model, 2, CAPACITY) for _ in range(2))
+    cached.read([[9, 9, 8, 7], [9, 9, 1, 2]])
+    cached.rollback([0, 0])
+    for each in (cached, fresh):
+        each.read(texts)
+    tokens = torch.tensor([[6], [8]])
+    assert torch.equal(cached.forward(tokens), fresh.forward(tokens))
+    for mine, theirs in zip(cached.cache.layers, fresh.cache.layers, strict=True):
+        assert mine.keys is not None and theirs.keys is not None
+        assert torch.equal(mine.keys[:, :, :4], theirs.keys[:, :, :4])
+
+
 def test_rows_can_leave_before_anything_is_fed(tiny_llama: Callable[..., LlamaForCausalLM]) -> None:
     cached = CachedModel(tiny_llama(), 3, CAPACITY)
     cached.read([[5], [6], [7]])  # one token each: nothing to feed

@@ -78,7 +78,7 @@ NAMES = [
 
 
 def pair_of_caches(model: PreTrainedModel) -> tuple[CachedModel, CachedModel]:
-    fast, own = (CachedModel(model, len(TEXTS), 40) for _ in range(2))
+    fast, own = (CachedModel(model, len(TEXTS), 40, keep_hidden_states=True) for _ in range(2))
     assert fast.fast is not None
     own.fast = None
     return fast, own

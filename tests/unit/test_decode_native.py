@@ -71,7 +71,7 @@ def build(name: str, tiny_llama: Build) -> PreTrainedModel:
 
 
 def with_and_without(model: PreTrainedModel, num_rows: int, capacity: int) -> tuple[CachedModel, CachedModel]:
-    native, plain = (CachedModel(model, num_rows, capacity) for _ in range(2))
+    native, plain = (CachedModel(model, num_rows, capacity, keep_hidden_states=True) for _ in range(2))
     assert native.fast is not None and native.fast.native is not None
     plain.fast = None
     return native, plain

@@ -10,7 +10,16 @@ from torch import Tensor
 import decode.native_sampling
 import decode.sampler
 from decode.completion import Completion
-from decode.native_sampling import NativeWarper, _available, arrive, can_draw, draw, log_normalizers, probabilities
+from decode.native_sampling import (
+    NativeWarper,
+    _available,
+    arrive,
+    can_arrive,
+    can_draw,
+    draw,
+    log_normalizers,
+    probabilities,
+)
 from decode.noise import RowNoise
 from decode.params import SamplingParams, SpeculationParams
 from decode.proposer import stack
@@ -97,7 +106,9 @@ def test_tokens_come_as_often_as_they_should() -> None:
 
 
 def test_normalizers_are_those_of_torch() -> None:
-    for logits in (logits_of(1), logits_of(150, 40.0)[:, 3:130], logits_of(49152)):
+    tail = torch.full((1, 2**18), -18.0).bfloat16()
+    tail[0, 7] = 0
+    for logits in (logits_of(1), logits_of(150, 40.0)[:, 3:130], logits_of(49152), tail):
         expected = logits.double().logsumexp(dim=-1).float()
         torch.testing.assert_close(log_normalizers(logits), expected, atol=1e-5, rtol=1e-6)
         torch.testing.assert_close(log_normalizers(logits.float()), expected, atol=1e-5, rtol=1e-6)
@@ -163,6 +174,52 @@ def test_arrivals_are_those_of_sample(shape: tuple[int, ...], ids: str) -> None:
         keys = keys.reshape(shape[:-1])
         found = arrive(distribution, keys, noise.spread_of(columns))
         assert torch.equal(found, sample(distribution, noise.exponentials(keys, columns)))
+
+
+def test_rows_without_numbers_choose_some_token() -> None:
+    logits = logits_of(150, rows=3).unsqueeze(1)
+    logits[0], logits[1, 0, ::2] = torch.nan, torch.nan
+    for temperature in (0.0, 1.0):
+        warper = NativeWarper([temperature, 1.0, 1.0], [0] * 3, [0.9] * 3, [0.0] * 3, CPU)
+        found = warper(logits)
+        assert found.token_ids is not None
+        assert all(0 <= token < 150 for token in found.token_ids.flatten().tolist())
+        assert found.probabilities[0].sum() == 0
+
+
+def test_the_defaults_of_torch_do_not_matter() -> None:
+    logits, noise = logits_of(150, rows=2), noise_for(150, 2)
+    keys, spread = keys_of(noise, 0), noise.spread_of(range(150))
+    nucleus = ([1.0] * 2, [0] * 2, [0.9] * 2, [0.0] * 2, CPU)
+
+    def everything() -> tuple[Tensor, ...]:
+        p = NativeWarper(*nucleus)(logits.unsqueeze(1))
+        assert p.token_ids is not None
+        arrived = arrive(p, keys, noise.spread_of(p.token_ids))
+        return (*draw(logits, [1.0] * 2, keys[:, 0], spread), p.probabilities, arrived, log_normalizers(logits))
+
+    expected = everything()
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = everything()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.dtype == theirs.dtype
+        assert torch.equal(ours, theirs)
+    assert not can_arrive(Distribution(torch.rand(2, 3).double()))
+
+
+def test_a_draft_keeps_few_columns_and_whole_rows_none_of_their_ids() -> None:
+    flat = logits_of(5000, 0.1, rows=2).unsqueeze(1)
+    nucleus: dict[str, Any] = dict(temperature=[1.0] * 2, top_k=[0] * 2, min_p=[0.0] * 2, device=CPU)
+    exact, draft = (NativeWarper(top_p=[0.95] * 2, exact=each, **nucleus)(flat) for each in (True, False))
+    assert exact.probabilities.shape[-1] > 4000
+    expected = LogitsWarper(top_p=[0.95] * 2, exact=False, **nucleus)(flat)
+    # of those that tie with the last, torch has taken some
+    assert expected.probabilities.shape[-1] == 128
+    assert 100 < (draft.probabilities > 0).sum(-1).min() <= draft.probabilities.shape[-1] < 400
+    assert NativeWarper(top_p=[0.95, 1.0], **nucleus)(flat).token_ids is None
 
 
 @pytest.mark.parametrize("reduced", [False, True])

@@ -580,6 +580,17 @@ def test_other_settings_in_the_same_folder_are_refused(
     cache(configure(target=str(target)))  # the control: the one that wrote the responses, said aloud
 
 
+def test_states_kept_by_respond_are_not_taken_for_its_own(
+    configure: Configure, responses: Path, tmp_path: Path
+) -> None:
+    settings = json.loads((responses / "respond.json").read_text())["settings"]
+    settings |= {"sampling": SamplingParams(**settings["sampling"]), "output": str(tmp_path / "kept")}
+    del settings["prompts_sha256"]
+    kept = respond(RespondConfig(**settings | {"keep_states": True}))
+    with pytest.raises(ValueError, match="holds responses with states kept by `respond`; give another folder"):
+        cache(configure(responses=str(kept), output=str(kept)))
+
+
 def test_a_target_replaced_meanwhile_is_noticed(
     save_target: Callable[..., Path], configure: Configure, tmp_path: Path
 ) -> None:

@@ -388,6 +388,30 @@ def test_interrupted_with_states_it_ends_with_the_same(
         respond(configure())
 
 
+@pytest.mark.parametrize("keep_states", [False, True])
+def test_a_target_replaced_meanwhile_is_noticed(
+    keep_states: bool, configure: Callable[..., RespondConfig], target: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(target, tmp_path / "target")
+    config = configure(target=str(tmp_path / "target"), keep_states=keep_states)
+    interrupt_at_batch(2, config)
+    described = json.loads((tmp_path / "target" / "config.json").read_text())
+    (tmp_path / "target" / "config.json").write_text(json.dumps(described | {"rms_norm_eps": 1e-4}))
+    with pytest.raises(
+        ValueError, match=r"^output .*responses: was begun with another target of the same name; delete"
+    ):
+        respond(config)
+
+
+def test_what_an_older_release_began_is_begun_anew(configure: Callable[..., RespondConfig], tmp_path: Path) -> None:
+    interrupt_at_batch(1, configure())
+    for stale in ("00000000", "heldout_greedy/00000000"):
+        (tmp_path / ".responses.partial" / stale).mkdir(parents=True)
+    output = respond(configure())
+    assert names(output) == sorted([*SPLITS, "dataset_dict.json", "respond.json"])
+    assert not list(output.rglob("0*"))
+
+
 def test_finished_responses_are_left_alone(
     configure: Callable[..., RespondConfig],
     target: Path,
