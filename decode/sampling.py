@@ -37,11 +37,7 @@ class Distribution:
 
     def at(self, positions: Int[Tensor, " rows"]) -> "Distribution":
         """One position of each row: [rows, positions, columns] to [rows, columns]."""
-        index = positions[:, None, None]
-        ids = self.token_ids
-        if ids is not None and ids.ndim > 1:
-            ids = ids.take_along_dim(index, dim=1).squeeze(1)
-        return Distribution(self.probabilities.take_along_dim(index, dim=1).squeeze(1), ids)
+        return self[torch.arange(len(positions), device=positions.device), positions]
 
     def of(self, tokens: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
         """The probability of one token each."""
@@ -81,11 +77,24 @@ class Distribution:
         ours = self.probabilities if scale is None else self.probabilities * scale.unsqueeze(-1)
         return (ours - self._aligned(other)).clamp_min_(0)
 
+    def excess_mass(
+        self, other: "Distribution", scale: Float[Tensor, "*batch"] | None = None
+    ) -> Float[Tensor, "*batch"]:
+        """The sum of `excess` over the columns."""
+        if self.token_ids is not None or other.token_ids is None:
+            return self.excess(other, scale).sum(dim=-1)
+        # of a whole vocabulary only what the other has, too, needs a look: of the rest, all is left
+        shared = Distribution(other._aligned(self), other.token_ids)
+        of_rest = (self.probabilities.sum(dim=-1) - shared.probabilities.sum(dim=-1)).clamp_min_(0)
+        return shared.excess(other, scale).sum(dim=-1) + (of_rest if scale is None else scale * of_rest)
+
     def _aligned(self, other: "Distribution") -> Float[Tensor, "*batch columns"]:
         """The other's probabilities of this one's columns."""
         shape = self.probabilities.shape
         if self.token_ids is None:
             return other.dense(shape[-1])
+        if other.token_ids is self.token_ids:
+            return other.probabilities
         wanted = self.token_ids.expand(shape)
         if other.token_ids is None:
             width = other.probabilities.shape[-1]

@@ -41,7 +41,7 @@ def verify_tokenwise(
     # u < p/q without the division; u = 0 makes it false at p = 0, as it must be
     passed = coins * q.of(drafted_tokens) < p[:, :-1].of(drafted_tokens)
     num_accepted = _leading(passed & _is_drafted(drafted_tokens, num_drafted))
-    return num_accepted, _residual(p, q, num_drafted, num_accepted)
+    return num_accepted, _residual(p.at(num_accepted), _with_zeros(q, num_drafted).at(num_accepted))
 
 
 def verify_block(
@@ -65,14 +65,15 @@ def verify_block(
     for ratio in ratios.unbind(dim=1):
         reached.append((reached[-1] * ratio).clamp_max(1))
     probability = torch.stack(reached, dim=1)
-    left_over = p.excess(_with_zeros(q, num_drafted), probability)
-    mass = left_over.sum(dim=-1)
+    q = _with_zeros(q, num_drafted)
+    mass = p.excess_mass(q, probability)
     # p_i = 1 makes h_i = 1, unless there is nothing left to draw from, when the token after is the next one's concern
     passing = mass / (mass + (1 - probability)).clamp_min(SMALLEST_MASS)
     # u in [0, 1) stands for 1 - u in the paper: u < h has probability h, and h = 0, as beyond the drafted, never passes
     positions = torch.arange(1, len(reached), device=coins.device)
     num_accepted = torch.nn.functional.pad((coins < passing[:, 1:]) * positions, (1, 0)).amax(dim=1)
-    return num_accepted, _or_p(p, left_over, mass).at(num_accepted)
+    reached_there = probability.gather(1, num_accepted.unsqueeze(1)).squeeze(1)
+    return num_accepted, _residual(p.at(num_accepted), q.at(num_accepted), reached_there)
 
 
 def verify_equal(
@@ -113,7 +114,7 @@ def verify_lossy_lenience(
     lenient = Distribution(q.probabilities * lenience, q.token_ids)
     passed = coins * lenient.of(drafted_tokens) < p[:, :-1].of(drafted_tokens)
     num_accepted = _leading(passed & _is_drafted(drafted_tokens, num_drafted))
-    return num_accepted, _residual(p, lenient, num_drafted, num_accepted)
+    return num_accepted, _residual(p.at(num_accepted), _with_zeros(lenient, num_drafted).at(num_accepted))
 
 
 def verify_lossy_typical(
@@ -156,14 +157,8 @@ def _leading(passed: Tensor) -> Tensor:
     return passed.long().cumprod(dim=1).sum(dim=1)
 
 
-def _residual(p: Distribution, q: Distribution, num_drafted: Tensor, num_accepted: Tensor) -> Distribution:
-    """(p - q)+ at the position after the accepted tokens."""
-    here = p.at(num_accepted)
-    left_over = here.excess(_with_zeros(q, num_drafted).at(num_accepted))
-    return _or_p(here, left_over, left_over.sum(dim=-1))
-
-
-def _or_p(p: Distribution, left_over: Tensor, mass: Tensor) -> Distribution:
-    """Weights left over, or p itself where rounding leaves nothing."""
-    weights = torch.where(mass.unsqueeze(-1) >= SMALLEST_MASS, left_over, p.probabilities)
-    return Distribution(weights, p.token_ids)
+def _residual(p: Distribution, q: Distribution, scale: Tensor | None = None) -> Distribution:
+    """(scale p - q)+ of each row, or p itself where rounding leaves nothing."""
+    left_over = p.excess(q, scale)
+    mass = left_over.sum(dim=-1, keepdim=True)
+    return Distribution(torch.where(mass >= SMALLEST_MASS, left_over, p.probabilities), p.token_ids)

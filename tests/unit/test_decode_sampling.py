@@ -474,6 +474,8 @@ class TestDistribution:
             expected = (scaled - other.double()).clamp_min(0)
             found = Distribution(ours.excess(theirs, factor), ours.token_ids).dense(7)
             torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-7)
+            mass = ours.excess_mass(theirs, factor).double()
+            torch.testing.assert_close(mass, expected.sum(dim=-1), rtol=0, atol=3e-7)
         assert torch.equal(ours.dense(7), one)  # neither has changed
         assert torch.equal(theirs.dense(7), other)
 
@@ -487,6 +489,7 @@ class TestDistribution:
             ours, theirs = laid_out(one, layout), laid_out(other, other_layout)
             expected = (one - torch.nn.functional.pad(other, (0, vocab - other_vocab))).clamp_min(0)
             torch.testing.assert_close(Distribution(ours.excess(theirs), ours.token_ids).dense(vocab), expected)
+            torch.testing.assert_close(ours.excess_mass(theirs), expected.sum(dim=-1))
 
     def test_some_of_the_batch(self, batch: tuple[int, ...], layout: str) -> None:
         dense = sparse_distributions(*batch)
