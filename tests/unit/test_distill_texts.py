@@ -136,7 +136,10 @@ def test_rows_without_a_response_token_are_left_out(
 def test_columns_and_rows_without_a_signal(
     distill_folders: dict[str, Path], configure_run: Configure, byte_tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    texts = load_texts(configure_run(responses=distill_folders["hidden_states"]), byte_tokenizer)
+    config = configure_run(responses=distill_folders["hidden_states"], teacher="cached")
+    online = load_texts(configure_run(responses=distill_folders["hidden_states"]), byte_tokenizer)
+    assert "teacher_hidden" not in online.train[0]  # which nobody would read
+    texts = load_texts(config, byte_tokenizer)
     assert "teacher_hidden" in texts.train[0]
     without = without_signal(texts.train)
     assert set(without[0]) == {"input_ids", "response_mask", "finish_reason"}
