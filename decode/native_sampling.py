@@ -5,7 +5,6 @@ The tokens are those of sampling.py, but where two of them are within rounding o
 
 import functools
 import logging
-from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -27,36 +26,19 @@ def can_draw(logits: Tensor) -> bool:
 
 
 class NativeWarper(LogitsWarper):
-    """`LogitsWarper`, which does what C++ cannot.
-
-    Args:
-        all: as for `LogitsWarper`; what is not exact has no more than DRAFT_NUCLEUS_COLUMNS columns, ties aside.
-    """
-
-    def __init__(
-        self,
-        temperature: Sequence[float | int],
-        top_k: Sequence[int],
-        top_p: Sequence[float | int],
-        min_p: Sequence[float | int],
-        device: torch.device,
-        exact: bool = True,
-    ) -> None:
-        super().__init__(temperature, top_k, top_p, min_p, device, exact)
-        most = [k or (DRAFT_NUCLEUS_COLUMNS if p < 1 and not exact else 0) for k, p in zip(top_k, top_p, strict=True)]
-        self.top_k = torch.tensor(most, device="cpu")
-        floats = [list(temperature), list(top_p), list(min_p)]
-        self.floats = torch.tensor(floats, dtype=torch.float32, device="cpu")
+    """`LogitsWarper`, which does what C++ cannot."""
 
     def __call__(self, logits: Float[Tensor, "rows positions vocab"]) -> Distribution:
         if self.is_greedy or not can_draw(logits):
             return super().__call__(logits)
         if self.temperatures:
             return Distribution(probabilities(logits, self.temperatures))
-        per_row = logits.shape[1]
         rows, places = _rows(logits)
-        temperature, top_p, min_p = self.floats.repeat_interleave(per_row, dim=1)
-        parameters = (temperature, self.top_k.repeat_interleave(per_row), top_p, min_p)
+        temperature, top_k, top_p, min_p = self.parameters.repeat_interleave(logits.shape[1], dim=1)
+        if not self.exact:  # few columns, as there
+            top_k = torch.where((top_p < 1) & (top_k == 0), DRAFT_NUCLEUS_COLUMNS, top_k)
+        temperature = temperature.float()
+        parameters = (temperature, top_k.long(), top_p.float(), min_p.float())
         kept = _empty(len(rows), KEPT_BYTES, dtype=torch.uint8)
         addresses = [tensor.data_ptr() for tensor in (*parameters, kept)]
         native_library().bound_rows(*places, *addresses, torch.get_num_threads())

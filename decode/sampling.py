@@ -132,7 +132,9 @@ class LogitsWarper:
         for row, (t, k, p) in enumerate(zip(temperature, top_k, top_p, strict=True)):
             kind = _Argmax if t == 0 else _TopK if k else _Nucleus if p < 1 else _Whole
             rows_by_kind.setdefault(kind, []).append(row)
-        parameters = torch.tensor([list(temperature), list(top_k), list(top_p), list(min_p)], dtype=torch.float64)
+        numbers = [list(temperature), list(top_k), list(top_p), list(min_p)]
+        parameters = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+        self.parameters, self.exact = parameters, exact
         self.parts = [(rows, kind(parameters[:, rows].to(device), exact)) for kind, rows in rows_by_kind.items()]
         self.is_greedy = set(rows_by_kind) == {_Argmax}
         self.some_keep_all = _Whole in rows_by_kind
