@@ -45,6 +45,20 @@ class Run:
 
 
 @dataclass(frozen=True)
+class FirstCall:
+    """What it takes until there is a text.
+
+    Attributes:
+        load_seconds: to load both models and the tokenizer.
+        first_text_seconds: of the first `WARM_UP_TOKENS` tokens after that: weights are packed then, and the C++ is
+            compiled if this machine does not have it yet.
+    """
+
+    load_seconds: float
+    first_text_seconds: float
+
+
+@dataclass(frozen=True)
 class Timing:
     """One setting, timed.
 
@@ -61,6 +75,7 @@ class Timing:
         costs: c and v(n), measured at this setting.
         predicted_speedup: from the tokens drafted and committed, and the costs.
         roofline: what memory allows; None when not asked for.
+        first_call: what it took to begin.
     """
 
     sampling: SamplingParams
@@ -72,6 +87,7 @@ class Timing:
     costs: Costs
     predicted_speedup: float
     roofline: Roofline | None = None
+    first_call: FirstCall | None = None
 
     def tokens_per_second(self, mode: str) -> list[float]:
         """By prompt."""
@@ -103,7 +119,7 @@ class Timing:
 
     def figures(self) -> dict[str, Any]:
         """All of it, and what follows from it, as JSON values."""
-        nested = ("sampling", "runs", "trace", "costs", "roofline")
+        nested = ("sampling", "runs", "trace", "costs", "roofline", "first_call")
         return {
             **{name: value for name, value in vars(self).items() if name not in nested},
             "sampling": asdict(self.sampling),
@@ -111,6 +127,7 @@ class Timing:
             "trace": self.trace.figures(),
             "costs": asdict(self.costs),
             "roofline": asdict(self.roofline) if self.roofline else None,
+            "first_call": asdict(self.first_call) if self.first_call else None,
             "shares_of_bandwidth": self.shares_of_bandwidth,
             "median_tokens_per_second": {mode: median(self.tokens_per_second(mode)) for mode in self.runs},
             "median_ratios_to_plain": {mode: median(self.ratios(mode)) for mode in self.runs},
@@ -137,9 +154,11 @@ def bench(config: BenchConfig) -> list[Timing]:
         for temperature in config.temperatures
     ]
     prompts = heldout_prompts(config.prompts)
+    started = perf_counter()
     decoder = SpeculativeDecoder.from_pretrained(
         config.target, config.pair, config.speculation, dtype=config.dtype, tuned=config.tuned
     )
+    load_seconds = perf_counter() - started
     if config.responses:
         available = [ids[:start] for ids, start in saved_texts(config.responses, decoder, config.prompts)]
     else:
@@ -159,12 +178,16 @@ def bench(config: BenchConfig) -> list[Timing]:
         stock_draft = str(folder / "draft") if (folder / "pair.json").is_file() else config.pair
         baselines = TransformersBaselines(decoder, stock_draft, config.dtype)
     refuse_unwritable(config.output)
+    started = perf_counter()
+    decoder.engine.generate_ids([timed[0]], replace(settings[0], max_new_tokens=WARM_UP_TOKENS))
+    first_call = FirstCall(load_seconds, perf_counter() - started)
     draft = decoder.draft.model if decoder.draft else None
     roofline = measure_roofline(decoder.target, draft) if config.roofline else None
     runs = 5 * len(timed) + len(NUMS_ASSISTANT_TOKENS) * len(swept) if baselines else 2 * len(timed)
     with ProgressBar("timing", len(settings) * runs) as bar:
         timings = [
-            replace(_time(decoder, timed, params, bar, baselines, swept), roofline=roofline) for params in settings
+            replace(_time(decoder, timed, params, bar, baselines, swept), roofline=roofline, first_call=first_call)
+            for params in settings
         ]
     if config.output:
         write_json(Path(config.output), _report(config, decoder, timings))
@@ -216,7 +239,8 @@ def _time(
         modes[BEST_ASSISTED] = partial(baselines.assisted, num_assistant_tokens=best)
     for mode in modes.values():
         mode(prompts[0], warm_up)
-    clock.seconds, total = 0.0, Trace()
+    clock.seconds_of.clear()
+    total = Trace()
     runs = _take_turns(modes, prompts, params, bar)
     wall = sum(run.seconds for run in runs["speculative"])
     return Timing(

@@ -1,9 +1,11 @@
 """How much time models spend in their forward passes."""
 
+from collections import Counter
 from time import perf_counter
 from typing import Any
 
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from .model import CachedModel
 
@@ -12,11 +14,16 @@ class ForwardClock:
     """Context manager that adds up the wall time of all passes of models with a cache.
 
     Attributes:
-        seconds: in forward passes so far.
+        seconds_of: in forward passes so far, by model.
     """
 
     def __init__(self) -> None:
-        self.seconds = 0.0
+        self.seconds_of: Counter[PreTrainedModel] = Counter()
+
+    @property
+    def seconds(self) -> float:
+        """Of all models together."""
+        return sum(self.seconds_of.values())
 
     def __enter__(self) -> None:
         self._feed = CachedModel._feed
@@ -24,7 +31,7 @@ class ForwardClock:
         def timed(cached: CachedModel, *args: Any, **kwargs: Any) -> Tensor | None:
             began = perf_counter()
             logits = self._feed(cached, *args, **kwargs)
-            self.seconds += perf_counter() - began
+            self.seconds_of[cached.model] += perf_counter() - began  # type: ignore[assignment]
             return logits
 
         CachedModel._feed = timed  # type: ignore[method-assign, assignment]

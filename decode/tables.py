@@ -89,6 +89,9 @@ def _speedup_table(timings: list[Timing]) -> Table:
     add_row("realised / predicted", lambda timing: f"{timing.ratio / timing.predicted_speedup:.2f}")
     if all(timing.share_outside_models is not None for timing in timings):
         add_row("time outside the models' forward passes", lambda timing: f"{timing.share_outside_models:.1%}")
+    if first := timings[0].first_call:
+        seconds = f"{first.load_seconds:.1f}, {first.first_text_seconds:.1f}"
+        table.add_row("seconds to load, and of the first text", *[seconds] * len(timings))
     if roofline := timings[0].roofline:
         read, copied = roofline.read_bytes_per_second / 1e9, roofline.copy_bytes_per_second / 1e9
         table.add_row("memory, read and copied, GB/s", *[f"{read:.1f}, {copied:.1f}"] * len(timings))

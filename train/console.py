@@ -1,5 +1,6 @@
 """What the console scripts share: errors of the user come out as one line, exit code 2 and no traceback."""
 
+import ctypes
 import difflib
 import logging
 import os
@@ -31,6 +32,9 @@ TYPES = {
     r"(expected one of .*?), NoneType(?=, got )": r"\1",
     r"expected one of ([^,]+)(?=, got )": r"expected \1",
 }
+
+# numbers of glibc's malloc.h
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 
 # what to say after Ctrl-C, where that is so
 RESUMES = "interrupted; the same command goes on from what is saved"
@@ -90,6 +94,7 @@ def run(program: str, body: Callable[[], None], interrupted: str = "interrupted"
         0; 2 after an error of the user; 130 after Ctrl-C; 141 when nobody reads the output any more.
     """
     _configure_logging()
+    _keep_freed_memory()
     try:
         body()
     except KeyboardInterrupt:
@@ -179,6 +184,19 @@ def _configure_logging() -> None:
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+def _keep_freed_memory() -> None:
+    """Has glibc keep what is freed, unless the environment tells it something else.
+
+    Each step frees hundreds of megabytes and asks for them anew. Given back to the system between the two, they return
+    as pages that are faulted in and cleared one by one, which on a CPU is a third of a distillation step.
+    """
+    if sys.platform == "linux" and not any(name.startswith("MALLOC_") for name in os.environ):
+        # another C library than glibc may have no such function
+        if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+            mallopt(M_MMAP_MAX, 0)
+            mallopt(M_TRIM_THRESHOLD, -1)
 
 
 def _spelled_out(args: list[str], flags: set[str]) -> Iterator[str]:

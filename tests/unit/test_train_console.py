@@ -1,6 +1,9 @@
 """What the user sees of an error: one line, exit code 2."""
 
 import logging
+import os
+import platform
+import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,3 +164,29 @@ def test_only_the_main_process_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
             assert len(logger.handlers) == 1
     finally:
         logger.handlers, logger.level = before
+
+
+REALLOCATION = """
+import resource, torch
+from train.console import run
+
+def body():
+    for _ in range(4):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.ones(2**24)
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+
+run("spec-train", body)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is glibc that is told")
+def test_memory_that_is_freed_is_not_faulted_in_again() -> None:
+    def faults(**environment: str) -> int:
+        unset = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+        command = [sys.executable, "-c", REALLOCATION]
+        return int(subprocess.run(command, env=unset | environment, capture_output=True, text=True, check=True).stdout)
+
+    assert faults() < 16
+    # 64 MiB are at least 32 pages; who sets something himself is left alone
+    assert faults(MALLOC_MMAP_THRESHOLD_="131072") >= 32
