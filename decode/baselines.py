@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
@@ -15,7 +16,25 @@ from .params import SamplingParams
 from .progress import ProgressBar
 
 NUMS_ASSISTANT_TOKENS = (1, 2, 3, 4, 5)
+# of a target that exits early: after these shares of its layers, and so many tokens
+EXITS, NUMS_EXIT_TOKENS = (1 / 6, 1 / 3, 1 / 2, 2 / 3, 5 / 6), (1, 3)
 ASSISTANT_SETTINGS = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
+
+
+@dataclass(frozen=True)
+class Assistance:
+    """A fixed way of transformers' assisted generation.
+
+    Attributes:
+        num_tokens: drafted every round.
+        exit_layer: layers of the target that draft; None for a draft model.
+    """
+
+    num_tokens: int
+    exit_layer: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.num_tokens}" if self.exit_layer is None else f"{self.num_tokens} by {self.exit_layer} layers"
 
 
 class TransformersBaselines:
@@ -23,17 +42,27 @@ class TransformersBaselines:
 
     Args:
         decoder: whose target is used, as it lies in memory.
-        draft: folder or hub name of the draft, which is loaded anew: the decoder's may have lost rows of its head.
+        draft: folder or hub name of the draft, which is loaded anew: the decoder's may have lost rows of its head; None
+            for a target that drafts for itself, which transformers lets exit early (`assistant_early_exit`).
         dtype: of the draft.
+
+    Attributes:
+        assistances: the fixed ways, of which the best is looked for.
 
     Raises:
         ValueError: the draft cannot be loaded, or its vocabulary is padded to another size.
     """
 
-    def __init__(self, decoder: SpeculativeDecoder, draft: str, dtype: Dtype) -> None:
+    def __init__(self, decoder: SpeculativeDecoder, draft: str | None, dtype: Dtype) -> None:
         self.target = decoder.target
         self.stop_ids = sorted(decoder.engine.stop_ids)
-        self.assistant = load_model(draft, dtype, "assistant")
+        self.exits = draft is None
+        self.assistances = [Assistance(number) for number in NUMS_ASSISTANT_TOKENS]
+        if draft is None:
+            num_layers = self.target.config.get_text_config().num_hidden_layers
+            exits = sorted({max(1, round(share * num_layers)) for share in EXITS})
+            self.assistances = [Assistance(number, layer) for layer in exits for number in NUMS_EXIT_TOKENS]
+        self.assistant = self.target if draft is None else load_model(draft, dtype, "assistant")
         own = self.assistant.generation_config
         self.default = GenerationConfig(**{name: getattr(own, name, None) for name in ASSISTANT_SETTINGS})
         sizes = [model.config.get_text_config().vocab_size for model in (self.assistant, self.target)]
@@ -48,36 +77,41 @@ class TransformersBaselines:
         """Continue a prompt."""
         return self._generate(prompt, params)
 
-    def assisted(self, prompt: list[int], params: SamplingParams, num_assistant_tokens: int | None = None) -> list[int]:
+    def assisted(self, prompt: list[int], params: SamplingParams, assistance: Assistance | None = None) -> list[int]:
         """Continue a prompt with the draft's help.
 
         Args:
             prompt: token ids.
             params: sampling parameters.
-            num_assistant_tokens: drafted every round; None leaves it to transformers and the draft's own settings.
+            assistance: a fixed way; None leaves it to transformers and the draft's own settings.
         """
-        # the candidate generator looks for its settings here and nowhere else
-        self.assistant.generation_config = self.default
-        if num_assistant_tokens is not None:
-            self.assistant.generation_config = GenerationConfig(
-                num_assistant_tokens=num_assistant_tokens,
+        settings = self.default
+        if assistance is not None:
+            settings = GenerationConfig(
+                num_assistant_tokens=assistance.num_tokens,
                 num_assistant_tokens_schedule="constant",
                 assistant_confidence_threshold=0.0,  # off; None would be replaced by 0.4
             )
-        return self._generate(prompt, params, assistant_model=self.assistant)
+        if self.exits:
+            middle = self.target.config.get_text_config().num_hidden_layers // 2
+            exit_layer = middle if assistance is None else assistance.exit_layer
+            return self._generate(prompt, params, settings, assistant_early_exit=exit_layer)
+        return self._generate(prompt, params, settings, assistant_model=self.assistant)
 
-    def sweep(self, prompts: list[list[int]], params: SamplingParams, bar: ProgressBar) -> dict[int, float]:
-        """Tokens per second of all prompts together, by number of assistant tokens; advances `bar` by each run."""
-        tokens, seconds = dict.fromkeys(NUMS_ASSISTANT_TOKENS, 0), dict.fromkeys(NUMS_ASSISTANT_TOKENS, 0.0)
+    def sweep(self, prompts: list[list[int]], params: SamplingParams, bar: ProgressBar) -> dict[Assistance, float]:
+        """Tokens per second of all prompts together, by way of assisting; advances `bar` by each run."""
+        tokens, seconds = dict.fromkeys(self.assistances, 0), dict.fromkeys(self.assistances, 0.0)
         for prompt in prompts:
-            for number in NUMS_ASSISTANT_TOKENS:
+            for each in self.assistances:
                 started = perf_counter()
-                tokens[number] += len(self.assisted(prompt, params, number))
-                seconds[number] += perf_counter() - started
+                tokens[each] += len(self.assisted(prompt, params, each))
+                seconds[each] += perf_counter() - started
                 bar.advance(1)
-        return {number: tokens[number] / seconds[number] for number in NUMS_ASSISTANT_TOKENS}
+        return {each: tokens[each] / seconds[each] for each in self.assistances}
 
-    def _generate(self, prompt: list[int], params: SamplingParams, **assistance: Any) -> list[int]:
+    def _generate(
+        self, prompt: list[int], params: SamplingParams, settings: GenerationConfig | None = None, **assistance: Any
+    ) -> list[int]:
         sampling: dict[str, Any] = {"do_sample": False}
         if params.temperature:
             # top_k is said even when it is 0: transformers' default is 50
@@ -91,6 +125,9 @@ class TransformersBaselines:
         tokens = torch.tensor([prompt], device=self.target.device)
         generate: Any = self.target.generate
         with _nothing_else_configured(self.target):
+            if settings is not None:
+                # the candidate generator looks for its settings here and nowhere else
+                self.assistant.generation_config = settings
             output = generate(tokens, attention_mask=torch.ones_like(tokens), generation_config=config, **assistance)
         ids: list[int] = output[0, len(prompt) :].tolist()
         return ids

@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
-from .baselines import NUMS_ASSISTANT_TOKENS, TransformersBaselines
+from .baselines import Assistance, TransformersBaselines
 from .clock import ForwardClock
 from .config import BenchConfig
 from .costs import Costs, measure_costs
 from .decoder import SpeculativeDecoder
 from .evaluate import heldout_prompts, saved_texts, spread
 from .files import refuse_unwritable, write_json
+from .pair import Pair
 from .params import SamplingParams
 from .progress import ProgressBar
 from .provenance import provenance
@@ -67,8 +68,8 @@ class Timing:
         num_draft_tokens: tokens proposed a round; None where that was chosen while running.
         runs: by mode, one a prompt, of the same prompts in the same order: "plain" and "speculative", and where asked
             for "transformers_plain", "transformers_assisted_best" and "transformers_assisted_default".
-        sweep: tokens per second of transformers' assisted generation by fixed number of assistant tokens, on prompts
-            of its own; the best of them is timed. Empty when not asked for.
+        sweep: tokens per second of transformers' assisted generation in fixed ways, on prompts of its own; the best of
+            them is timed. Empty when not asked for.
         trace: acceptance and seconds of all speculative runs together.
         share_outside_models: of the speculative runs' wall time, what passed outside the two models' forward passes;
             None on an accelerator, where a forward pass returns before it is done.
@@ -81,7 +82,7 @@ class Timing:
     sampling: SamplingParams
     num_draft_tokens: int | None
     runs: dict[str, list[Run]]
-    sweep: dict[int, float]
+    sweep: dict[Assistance, float]
     trace: Trace
     share_outside_models: float | None
     costs: Costs
@@ -103,8 +104,8 @@ class Timing:
         return median(self.ratios())
 
     @property
-    def best_num_assistant_tokens(self) -> int | None:
-        return max(self.sweep, key=lambda number: self.sweep[number]) if self.sweep else None
+    def best_assistance(self) -> Assistance | None:
+        return max(self.sweep, key=lambda each: self.sweep[each]) if self.sweep else None
 
     @property
     def shares_of_bandwidth(self) -> dict[str, float]:
@@ -119,11 +120,12 @@ class Timing:
 
     def figures(self) -> dict[str, Any]:
         """All of it, and what follows from it, as JSON values."""
-        nested = ("sampling", "runs", "trace", "costs", "roofline", "first_call")
+        nested = ("sampling", "runs", "sweep", "trace", "costs", "roofline", "first_call")
         return {
             **{name: value for name, value in vars(self).items() if name not in nested},
             "sampling": asdict(self.sampling),
             "runs": {mode: [asdict(run) for run in runs] for mode, runs in self.runs.items()},
+            "sweep": {str(each): rate for each, rate in self.sweep.items()},
             "trace": self.trace.figures(),
             "costs": asdict(self.costs),
             "roofline": asdict(self.roofline) if self.roofline else None,
@@ -134,7 +136,7 @@ class Timing:
             "ratios": self.ratios(),
             "ratio": self.ratio,
             "realised_over_predicted": self.ratio / self.predicted_speedup,
-            "best_num_assistant_tokens": self.best_num_assistant_tokens,
+            "best_assistance": str(self.best_assistance) if self.sweep else None,
             "ratio_to_best_assisted": median(self.ratios(base=BEST_ASSISTED)) if self.sweep else None,
         }
 
@@ -174,16 +176,14 @@ def bench(config: BenchConfig) -> list[Timing]:
                 f"num_prompts: all {len(available)} held-out prompts of {config.prompts} would be timed, which leaves "
                 "none to find transformers' best number of assistant tokens on; time fewer, or give more prompts"
             )
-        folder = Path(config.pair)
-        stock_draft = str(folder / "draft") if (folder / "pair.json").is_file() else config.pair
-        baselines = TransformersBaselines(decoder, stock_draft, config.dtype)
+        baselines = TransformersBaselines(decoder, _stock_draft(config.pair), config.dtype)
     refuse_unwritable(config.output)
     started = perf_counter()
     decoder.engine.generate_ids([timed[0]], replace(settings[0], max_new_tokens=WARM_UP_TOKENS))
     first_call = FirstCall(load_seconds, perf_counter() - started)
     draft = decoder.draft.model if decoder.draft else None
     roofline = measure_roofline(decoder.target, draft) if config.roofline else None
-    runs = 5 * len(timed) + len(NUMS_ASSISTANT_TOKENS) * len(swept) if baselines else 2 * len(timed)
+    runs = 5 * len(timed) + len(baselines.assistances) * len(swept) if baselines else 2 * len(timed)
     with ProgressBar("timing", len(settings) * runs) as bar:
         timings = [
             replace(_time(decoder, timed, params, bar, baselines, swept), roofline=roofline, first_call=first_call)
@@ -192,6 +192,14 @@ def bench(config: BenchConfig) -> list[Timing]:
     if config.output:
         write_json(Path(config.output), _report(config, decoder, timings))
     return timings
+
+
+def _stock_draft(pair: str) -> str | None:
+    """What transformers is assisted by; None for a target that drafts for itself."""
+    folder = Path(pair)
+    if not (folder / "pair.json").is_file():
+        return pair
+    return str(folder / "draft") if Pair.load(folder).draft_kind == "model" else None
 
 
 def _report(config: BenchConfig, decoder: SpeculativeDecoder, timings: list[Timing]) -> dict[str, Any]:
@@ -228,15 +236,15 @@ def _time(
         return completion.ids
 
     modes: dict[str, Mode] = {"plain": plain, "speculative": speculative}
-    sweep: dict[int, float] = {}
+    sweep: dict[Assistance, float] = {}
     warm_up = replace(params, max_new_tokens=WARM_UP_TOKENS)
     if baselines:
         modes["transformers_plain"] = baselines.plain
         modes["transformers_assisted_default"] = baselines.assisted
         baselines.assisted(swept[0], warm_up)
         sweep = baselines.sweep(swept, params, bar)
-        best = max(sweep, key=lambda number: sweep[number])
-        modes[BEST_ASSISTED] = partial(baselines.assisted, num_assistant_tokens=best)
+        best = max(sweep, key=lambda each: sweep[each])
+        modes[BEST_ASSISTED] = partial(baselines.assisted, assistance=best)
     for mode in modes.values():
         mode(prompts[0], warm_up)
     clock.seconds_of.clear()

@@ -21,7 +21,9 @@ from .pair import (
     describe_target,
     load_draft_vocab,
     load_model,
+    load_tensors,
     load_tokenizer,
+    refuse_other_target,
     refuse_other_tokenizer,
     stop_token_ids,
 )
@@ -29,6 +31,8 @@ from .params import FinishReason, Provenance, SamplingParams, SpeculationParams
 from .plain import PlainDecoder
 from .prompts import Prompt, as_messages, encode, encode_raw
 from .proposer import DraftModelProposer, Proposer
+from .self_draft import SelfDraft
+from .self_proposer import self_draft_proposer
 from .speculative import SpeculativeEngine
 from .trace import Trace
 
@@ -150,9 +154,18 @@ class SpeculativeDecoder:
                 raise ValueError("target: none given, and no pair that names one")
             target = (pair or Pair.load(folder)).target_id()
         tokenizer = load_tokenizer(target, "target")
+        proposer: DraftModelProposer | None = None
         if folder is None or draft is None:
-            proposer = None
             target_model = load_model(target, dtype, "target")
+        elif pair and pair.draft_kind != "model":
+            for name, value in {"draft_dtype": draft_dtype, "draft_device": draft_device}.items():
+                if value is not None:
+                    raise ValueError(f"{name}: the target of pair {draft} drafts for itself, as it is; leave it out")
+            refuse_other_target(pair.target, describe_target(target, tokenizer), f"pair {draft}")
+            target_model = load_model(target, dtype, "target")
+            draft_vocab = load_draft_vocab(folder)
+            spec = SelfDraft.of(pair.self_draft)
+            proposer = self_draft_proposer(target_model, spec, draft_vocab, load_tensors(folder))
         else:
             draft_name = str(folder / "draft") if pair else draft
             refuse_other_tokenizer(tokenizer, load_tokenizer(draft_name, "draft"), target, draft_name)

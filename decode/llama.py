@@ -6,8 +6,10 @@ operation each, and on CPUs with bf16 matrix units the weights are stored in the
 a C++ compiler too, the whole pass is one call of C++ (native.py).
 """
 
+import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -113,6 +115,15 @@ def _can_pack(model: PreTrainedModel) -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
+@dataclass(frozen=True)
+class Sublayers:
+    """What of a layer is passed through."""
+
+    layer: int
+    attention: bool = True
+    mlp: bool = True
+
+
 class LlamaForward:
     """The pass; weights are read when it is built.
 
@@ -130,56 +141,92 @@ class LlamaForward:
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.rotary = backbone.rotary_emb
         self.tables = (torch.empty(0, self.head_dim, dtype=model.dtype, device=model.device),) * 2
+        self.uses = [Sublayers(index) for index in range(len(backbone.layers))]
+        self.ends = True
         if self.native is None:
-            packed = may_copy and _can_pack(model)
+            packed = self.packed = may_copy and _can_pack(model)
             self.layers = [_Layer(layer, may_copy, packed) for layer in backbone.layers]
             self.norm, self.norm_eps = backbone.norm.weight, backbone.norm.variance_epsilon
             self.project_head = _projection([model.get_output_embeddings()], may_copy, packed)
 
+    def part(
+        self,
+        uses: list[Sublayers],
+        *,
+        ends: bool = True,
+        head: nn.Linear | None = None,
+        layers: Mapping[int, nn.Module] | None = None,
+    ) -> "LlamaForward":
+        """A pass through some of the layers, by the same weights.
+
+        Args:
+            uses: which, and what of them, ascending.
+            ends: False for what leaves the last of them, without the final norm.
+            head: instead of the model's.
+            layers: with matrices of their own, by layer, instead of the model's; for C++ only.
+        """
+        part = copy.copy(self)
+        part.uses, part.ends = uses, ends
+        if self.native is not None:
+            part.native = self.native.part([(use.layer, use.attention, use.mlp) for use in uses], ends, head, layers)
+        elif head is not None:
+            part.project_head = _projection([head], self.packed, self.packed)
+        return part
+
     @torch.no_grad()
     def __call__(
-        self, tokens: Tensor, positions: Tensor, cache: KVCache, with_logits: bool
+        self, tokens: Tensor, positions: Tensor, cache: KVCache, with_logits: bool, entering: Tensor | None = None
     ) -> tuple[Tensor | None, Tensor | None]:
         """What enters the head after tokens, [rows, n, hidden], and logits [rows, n, vocab]; None if nobody wants them.
 
         Args:
             tokens, positions: int64 [rows, n].
             cache: has made room for the tokens.
-            with_logits: False only fills the cache.
+            with_logits: False only fills the cache; but a part that does not end with the head gives what leaves it.
+            entering: [rows, n, hidden], what enters the first layer of a part instead of embeddings.
         """
         cos, sin = self._rotary_tables(cache.capacity)
         if self.native:
-            hidden, logits = self.native(tokens, cache, cos, sin, with_logits)
-            return (hidden, logits) if with_logits else (None, None)
-        hidden = self.embed(tokens)
+            hidden, logits = self.native(tokens, cache, cos, sin, with_logits and self.ends, entering)
+            return (hidden, logits) if with_logits or not self.ends else (None, None)
+        hidden = self.embed(tokens) if entering is None else entering
         cos, sin = cos[positions].unsqueeze(2), sin[positions].unsqueeze(2)
         bias = None
         if tokens.shape[1] > 1 or cache.common_start is None:
             mask = cache.attention_mask()
             bias = torch.zeros_like(mask, dtype=hidden.dtype).masked_fill_(~mask, -torch.inf)
-        shape = (*tokens.shape, -1, self.head_dim)
-        num_rotated = self.num_heads + self.num_kv_heads
-        for index, layer in enumerate(self.layers):
-            states = layer.qkv(F.rms_norm(hidden, layer.norm_shape, layer.input_norm, layer.input_eps)).view(shape)
-            rotated, values = states[:, :, :num_rotated], states[:, :, num_rotated:]
-            if layer.q_norm is not None and layer.k_norm is not None:
-                queries, keys = rotated[:, :, : self.num_heads], rotated[:, :, self.num_heads :]
-                queries = F.rms_norm(queries, (self.head_dim,), layer.q_norm, layer.qk_eps)
-                rotated = torch.cat([queries, F.rms_norm(keys, (self.head_dim,), layer.k_norm, layer.qk_eps)], dim=2)
-            rotated = torch.addcmul(rotated * cos, rotated.roll(self.head_dim // 2, dims=-1), sin).transpose(1, 2)
-            keys, values = cache.update(rotated[:, self.num_heads :], values.transpose(1, 2), index)
-            attended = F.scaled_dot_product_attention(
-                rotated[:, : self.num_heads], keys, values, bias, enable_gqa=self.num_heads != self.num_kv_heads
-            )
-            hidden = layer.output(attended.transpose(1, 2).flatten(2), hidden)
-            gate, up = layer.gate_up(F.rms_norm(hidden, layer.norm_shape, layer.post_norm, layer.post_eps)).chunk(
-                2, dim=-1
-            )
-            hidden = layer.down(F.silu(gate).mul_(up), hidden)
+        for use in self.uses:
+            layer = self.layers[use.layer]
+            if use.attention:
+                hidden = self._attend(layer, use.layer, hidden, cos, sin, bias, cache)
+            if use.mlp:
+                normed = F.rms_norm(hidden, layer.norm_shape, layer.post_norm, layer.post_eps)
+                gate, up = layer.gate_up(normed).chunk(2, dim=-1)
+                hidden = layer.down(F.silu(gate).mul_(up), hidden)
+        if not self.ends:
+            return hidden, None
         if not with_logits:
             return None, None
         hidden = F.rms_norm(hidden, (hidden.shape[-1],), self.norm, self.norm_eps)
         return hidden, self.project_head(hidden)
+
+    def _attend(
+        self, layer: "_Layer", index: int, hidden: Tensor, cos: Tensor, sin: Tensor, bias: Tensor | None, cache: KVCache
+    ) -> Tensor:
+        num_rotated = self.num_heads + self.num_kv_heads
+        states = layer.qkv(F.rms_norm(hidden, layer.norm_shape, layer.input_norm, layer.input_eps))
+        states = states.view(*hidden.shape[:2], -1, self.head_dim)
+        rotated, values = states[:, :, :num_rotated], states[:, :, num_rotated:]
+        if layer.q_norm is not None and layer.k_norm is not None:
+            queries, keys = rotated[:, :, : self.num_heads], rotated[:, :, self.num_heads :]
+            queries = F.rms_norm(queries, (self.head_dim,), layer.q_norm, layer.qk_eps)
+            rotated = torch.cat([queries, F.rms_norm(keys, (self.head_dim,), layer.k_norm, layer.qk_eps)], dim=2)
+        rotated = torch.addcmul(rotated * cos, rotated.roll(self.head_dim // 2, dims=-1), sin).transpose(1, 2)
+        keys, values = cache.update(rotated[:, self.num_heads :], values.transpose(1, 2), index)
+        attended = F.scaled_dot_product_attention(
+            rotated[:, : self.num_heads], keys, values, bias, enable_gqa=self.num_heads != self.num_kv_heads
+        )
+        return layer.output(attended.transpose(1, 2).flatten(2), hidden)
 
     def _rotary_tables(self, capacity: int) -> tuple[Tensor, Tensor]:
         """cos and sin of all places, [capacity or more, head_dim]; sin carries the sign of the half it multiplies."""

@@ -1,8 +1,9 @@
 """A causal language model with its cache: feed tokens, get logits, forget tokens."""
 
 import contextlib
+import copy
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -10,6 +11,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from .cache import KVCache
 from .llama import llama_forward
+
+# hidden states and logits after tokens, at positions, with a cache that has room; False only fills it
+Forward = Callable[[Tensor, Tensor, KVCache, bool], tuple[Tensor | None, Tensor | None]]
 
 
 class CachedModel:
@@ -36,13 +40,19 @@ class CachedModel:
     ) -> None:
         refuse_unsupported_cache(model, capacity)
         self.model = model
-        self.fast = llama_forward(model)
+        self.fast: Forward | None = llama_forward(model)
         self.capacity = capacity
         self.spare = spare
         num_layers = model.config.get_text_config().num_hidden_layers
         self.cache = KVCache(num_layers, batch_size, capacity + spare, model.device)
         self.keep_hidden_states = keep_hidden_states
         self.hidden_states: Tensor | None = None
+
+    def through(self, model: PreTrainedModel, fast: Forward | None) -> "CachedModel":
+        """The same cache, with the keys and values of a model of the same layers, or of some of them."""
+        other = copy.copy(self)
+        other.model, other.fast, other.keep_hidden_states = model, fast, False
+        return other
 
     @property
     def lengths(self) -> list[int]:
@@ -69,9 +79,18 @@ class CachedModel:
         assert logits is not None
         return logits
 
-    def read(self, sequences: list[list[int]]) -> None:
-        """Feed what is not in the cache yet of every sequence but for its last token, the first to be asked about."""
-        if len(sequences) > 1 and not any(self.lengths):
+    def feed(self, tokens: Tensor) -> None:
+        """Feed tokens, int64 [batch, n], whose logits nobody wants."""
+        self._feed(tokens, [tokens.shape[1]] * len(tokens), with_logits=False)
+
+    def read(self, sequences: list[list[int]], at_once: bool = True) -> None:
+        """Feed what is not in the cache yet of every sequence but for its last token, the first to be asked about.
+
+        Args:
+            sequences: the whole text of each row.
+            at_once: read once what several rows begin with, where the cache is empty.
+        """
+        if at_once and len(sequences) > 1 and not any(self.lengths):
             self._read_what_is_shared([ids[:-1] for ids in sequences])
         pending = [ids[start:-1] for start, ids in zip(self.lengths, sequences, strict=True)]
         counts = list(map(len, pending))

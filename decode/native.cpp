@@ -17,21 +17,28 @@
 
 #include "native.h"
 
-constexpr int64_t TILE = 16;  // rows of a tile
+constexpr int64_t TILE = 16;   // rows of a tile
+constexpr int64_t GROUP = 64;  // quantised inputs of one scale: a tile's
 
 extern "C" {
 struct Matrix {
-    const bf16* packed;  // weights [outputs, inputs] as [outputs / WIDTH, inputs / 2, WIDTH, 2]
+    // weights [outputs, inputs]. bits 16: bf16 as [outputs / WIDTH, inputs / 2, WIDTH, 2]. bits 8: signed as
+    // [outputs / WIDTH, inputs / 4, WIDTH, 4]. bits 4: of two blocks of outputs, the first in the low half of each byte, as
+    // bits 8 has one; 8 more than the number
+    const void* packed;
     const float* bias;   // [outputs], or null
-    int64_t num_outputs, num_inputs;
+    const bf16* scales;  // of bits 8 and 4: [outputs / WIDTH, inputs / GROUP, WIDTH]
+    const Matrix* inner;  // what its inputs are the outputs of, for two factors instead of one matrix; or null
+    int64_t num_outputs, num_inputs, bits;
 };
 struct Layer {
     const bf16 *input_norm, *post_norm, *query_norm, *key_norm;  // the last two may be null
     Matrix qkv, output, gate_up, down;                           // gate_up: a block of gates, a block of ups, in turn
+    // without the weights of qkv there is no attention, without those of gate_up no MLP
 };
 struct Model {
     const Layer* layers;
-    const bf16 *embedding, *norm;
+    const bf16 *embedding, *norm;  // without a norm, `last` is what leaves the last layer
     Matrix head;
     int64_t vocab_size, num_layers, hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim;
     float norm_eps, query_key_norm_eps;
@@ -147,8 +154,8 @@ void multiply(const Matrix& matrix, int64_t begin, int64_t end, const bf16* x, i
         const bool two = num_tokens - first > TILE;
         for (int64_t block = begin; block < end; block += 2) {
             const auto multiply_here = two ? multiply_pair<2> : multiply_pair<1>;
-            multiply_here(matrix.packed + block * matrix.num_inputs * WIDTH, matrix.num_inputs, x + first * stride,
-                          stride, sums);
+            multiply_here(static_cast<const bf16*>(matrix.packed) + block * matrix.num_inputs * WIDTH,
+                          matrix.num_inputs, x + first * stride, stride, sums);
             __m512 bias[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
             if (matrix.bias)
                 for (int b = 0; b < 2; ++b) bias[b] = _mm512_loadu_ps(matrix.bias + (block + b) * WIDTH);
@@ -159,6 +166,130 @@ void multiply(const Matrix& matrix, int64_t begin, int64_t end, const bf16* x, i
             }
         }
     }
+}
+
+// Tokens whose inputs are rounded to 8 bits, in groups with a scale each.
+class Rounded {
+   public:
+    void take(const bf16* x, int64_t stride, int64_t num_tokens, int64_t num_inputs) {
+        const int64_t padded = (num_tokens + TILE - 1) / TILE * TILE;
+        size = num_inputs, num_groups = num_inputs / GROUP;
+        values.resize(padded * size);
+        scales.resize(padded * num_groups);
+        for (int64_t m = 0; m < num_tokens; ++m)
+            for (int64_t g = 0; g < num_groups; ++g) {
+                const bf16* from = x + m * stride + g * GROUP;
+                __m512 largest = _mm512_setzero_ps();
+                for (int64_t i = 0; i < GROUP; i += WIDTH) largest = _mm512_max_ps(largest, _mm512_abs_ps(load(from + i)));
+                const float scale = _mm512_reduce_max_ps(largest) / 127;
+                const __m512 inverse = _mm512_set1_ps(scale > 0 ? 1 / scale : 0);
+                scales[m * num_groups + g] = scale;
+                for (int64_t i = 0; i < GROUP; i += WIDTH)
+                    _mm_storeu_si128(
+                        reinterpret_cast<__m128i*>(values.data() + m * size + g * GROUP + i),
+                        _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(_mm512_mul_ps(load(from + i), inverse))));
+            }
+    }
+    int64_t size = 0, num_groups = 0;
+    std::vector<int8_t> values;  // [tokens up to a multiple of TILE, inputs]
+    std::vector<float> scales;   // [tokens, groups]
+};
+
+// A group's tile of two blocks of weights, into tiles 6 and 7.
+template <int BITS>
+inline void load_quantised(const int8_t* packed, int64_t block, int64_t group, int64_t num_groups, int8_t* room) {
+    constexpr int64_t SIZE = TILE * GROUP;
+    if constexpr (BITS == 8) {
+        _tile_loadd(6, packed + (block * num_groups + group) * SIZE, GROUP);
+        _tile_loadd(7, packed + ((block + 1) * num_groups + group) * SIZE, GROUP);
+    } else {
+        const int8_t* from = packed + (block / 2 * num_groups + group) * SIZE;
+        const __m512i half = _mm512_set1_epi8(0x0f), eight = _mm512_set1_epi8(8);
+        for (int64_t i = 0; i < SIZE; i += GROUP) {
+            const __m512i both = _mm512_loadu_si512(from + i);
+            const __m512i low = _mm512_and_si512(both, half);
+            const __m512i high = _mm512_and_si512(_mm512_srli_epi16(both, 4), half);
+            _mm512_store_si512(room + i, _mm512_sub_epi8(low, eight));
+            _mm512_store_si512(room + SIZE + i, _mm512_sub_epi8(high, eight));
+        }
+        written();
+        _tile_loadd(6, room, GROUP);
+        _tile_loadd(7, room + SIZE, GROUP);
+    }
+}
+
+// As `multiply`, for weights of 8 or 4 bits.
+template <int BITS, class Take>
+void multiply_quantised(const Matrix& matrix, int64_t begin, int64_t end, const Rounded& x, int64_t num_tokens,
+                        Take take) {
+    alignas(64) int32_t sums[2][TILE][WIDTH];
+    alignas(64) int8_t room[2 * TILE * GROUP];
+    const auto* packed = static_cast<const int8_t*>(matrix.packed);
+    for (int64_t first = 0; first < num_tokens; first += TILE) {
+        const int64_t count = std::min(TILE, num_tokens - first);
+        for (int64_t block = begin; block < end; block += 2) {
+            __m512 totals[2][TILE];
+            for (int b = 0; b < 2; ++b) {
+                const __m512 bias =
+                    matrix.bias ? _mm512_loadu_ps(matrix.bias + (block + b) * WIDTH) : _mm512_setzero_ps();
+                for (int64_t m = 0; m < count; ++m) totals[b][m] = bias;
+            }
+            for (int64_t g = 0; g < x.num_groups; ++g) {
+                load_quantised<BITS>(packed, block, g, x.num_groups, room);
+                _tile_zero(0);
+                _tile_zero(1);
+                _tile_loadd(4, x.values.data() + first * x.size + g * GROUP, x.size);
+                _tile_dpbssd(0, 4, 6);
+                _tile_dpbssd(1, 4, 7);
+                _tile_stored(0, sums[0], 64);
+                _tile_stored(1, sums[1], 64);
+                written();
+                for (int b = 0; b < 2; ++b) {
+                    const __m512 scale = load(matrix.scales + ((block + b) * x.num_groups + g) * WIDTH);
+                    for (int64_t m = 0; m < count; ++m) {
+                        const __m512 factor =
+                            _mm512_mul_ps(scale, _mm512_set1_ps(x.scales[(first + m) * x.num_groups + g]));
+                        totals[b][m] =
+                            _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_load_si512(sums[b][m])), factor, totals[b][m]);
+                    }
+                }
+            }
+            for (int64_t m = 0; m < count; ++m) take(block, first + m, totals[0][m], totals[1][m]);
+        }
+    }
+}
+
+// Products of all of a matrix with x [num_tokens, stride], whose blocks are taken `size` at a time.
+template <class Take>
+void product_of_one(const Matrix& matrix, Parts& part, int64_t size, const bf16* x, int64_t stride,
+                    int64_t num_tokens, Take take) {
+    static thread_local Rounded to_bytes;
+    if (matrix.bits != 16) to_bytes.take(x, stride, num_tokens, matrix.num_inputs);
+    part.take(matrix.num_outputs / WIDTH, size, [&](int64_t begin, int64_t end) {
+        if (matrix.bits == 16)
+            multiply(matrix, begin, end, x, stride, num_tokens, take);
+        else if (matrix.bits == 8)
+            multiply_quantised<8>(matrix, begin, end, to_bytes, num_tokens, take);
+        else
+            multiply_quantised<4>(matrix, begin, end, to_bytes, num_tokens, take);
+    });
+}
+
+// The same, after its inner matrix if it has one, whose outputs go into `between`. parts: for the inner one, for this.
+template <class Take>
+void product(const Matrix& matrix, Parts* parts, int64_t size, const bf16* x, int64_t stride, int64_t num_tokens,
+             bf16* between, Barrier& barrier, Take take) {
+    if (const Matrix* inner = matrix.inner) {
+        const int64_t rank = inner->num_outputs;
+        product_of_one(*inner, parts[0], 2, x, stride, num_tokens,
+                       [&](int64_t block, int64_t m, __m512 low, __m512 high) {
+                           store(between + m * rank + block * WIDTH, low);
+                           store(between + m * rank + (block + 1) * WIDTH, high);
+                       });
+        barrier.wait();
+        x = between, stride = rank;
+    }
+    product_of_one(matrix, parts[1], size, x, stride, num_tokens, take);
 }
 
 void rms_norm(const bf16* x, const bf16* weight, float eps, int64_t size, bf16* to) {
@@ -330,11 +461,11 @@ int64_t request_tiles() { return syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOM
 // Reads `width` tokens of each row at these places, and adds them to the caches. 0, or 1 with nothing done where a token
 // or a place is none of the model or the caches.
 //
-// tokens, places: [num_rows, width].
+// tokens, places: [num_rows, width]. entering: [tokens, hidden_size], instead of their embeddings, or null.
 // keys, values: of each layer, [rows, kv_heads, capacity, head_dim]. cos, sin: [capacity, head_dim].
 // last: [tokens, hidden_size], what enters the head. logits: [tokens, outputs of the head], or null.
 int64_t forward(const Model* model, bf16* const* keys, bf16* const* values, int64_t capacity, int64_t num_rows,
-                int64_t width, const int64_t* tokens, const int64_t* places, const bf16* cos, const bf16* sin,
+                int64_t width, const int64_t* tokens, const bf16* entering, const int64_t* places, const bf16* cos, const bf16* sin,
                 bf16* last, bf16* logits, int64_t num_threads) {
     const int64_t n = num_rows * width, padded = (n + TILE - 1) / TILE * TILE;  // tiles are read whole
     if (n == 0) return 0;
@@ -346,16 +477,23 @@ int64_t forward(const Model* model, bf16* const* keys, bf16* const* values, int6
     if (length > capacity || *std::min_element(places, places + n) < 0) return 1;
     for (int64_t m = 0; m < n; ++m)
         if (tokens[m] < 0 || tokens[m] >= model->vocab_size) return 1;
-    constexpr int64_t NUM_OPERATIONS = 6;
+    constexpr int64_t NUM_OPERATIONS = 10;  // each product has two, one for an inner matrix
+    int64_t rank = 0;
+    for (int64_t index = 0; index < model->num_layers; ++index)
+        for (const Matrix Layer::*each : {&Layer::qkv, &Layer::output, &Layer::gate_up, &Layer::down})
+            if (const Matrix* inner = (model->layers[index].*each).inner) rank = std::max(rank, inner->num_outputs);
     static thread_local std::vector<bf16> scratch;  // kept: new memory would cost a page fault for each of its pages
-    scratch.resize(padded * (2 * hidden_size + qkv_size + attended_size + middle_size));
+    scratch.resize(padded * (2 * hidden_size + qkv_size + attended_size + middle_size + rank));
     bf16* const hidden = scratch.data();
     bf16* const normed = hidden + padded * hidden_size;
     bf16* const qkv = normed + padded * hidden_size;
     bf16* const attended = qkv + padded * qkv_size;
     bf16* const activated = attended + padded * attended_size;
+    bf16* const between = activated + padded * middle_size;
     for (int64_t m = 0; m < n; ++m)
-        std::memcpy(hidden + m * hidden_size, model->embedding + tokens[m] * hidden_size, hidden_size * sizeof(bf16));
+        std::memcpy(hidden + m * hidden_size,
+                    entering ? entering + m * hidden_size : model->embedding + tokens[m] * hidden_size,
+                    hidden_size * sizeof(bf16));
     std::vector<Parts> parts(model->num_layers * NUM_OPERATIONS + 1);
     Barrier barrier;
 
@@ -376,86 +514,80 @@ int64_t forward(const Model* model, bf16* const* keys, bf16* const* values, int6
         for (int64_t index = 0; index < model->num_layers; ++index) {
             const Layer& layer = model->layers[index];
             Parts* part = &parts[index * NUM_OPERATIONS];
-            normalise(layer.input_norm, model->norm_eps, normed);
-            part[0].take(qkv_size / WIDTH, 4, [&](int64_t begin, int64_t end) {
-                multiply(layer.qkv, begin, end, normed, hidden_size, n,
-                         [&](int64_t block, int64_t m, __m512 low, __m512 high) {
-                             store(qkv + m * qkv_size + block * WIDTH, low);
-                             store(qkv + m * qkv_size + (block + 1) * WIDTH, high);
-                         });
-            });
-            barrier.wait();
-            // a key head, its value, and the queries that look at it
-            part[1].take(n * num_kv_heads, 1, [&](int64_t unit, int64_t) {
-                const int64_t m = unit / num_kv_heads, head = unit % num_kv_heads;
-                bf16* const states = qkv + m * qkv_size;
-                bf16* const key = states + attended_size + head * head_dim;
-                const bf16 *c = cos + places[m] * head_dim, *s = sin + places[m] * head_dim;
-                for (int64_t g = 0; g < group; ++g) {
-                    bf16* const query = states + (head * group + g) * head_dim;
-                    if (layer.query_norm) rms_norm(query, layer.query_norm, model->query_key_norm_eps, head_dim, query);
-                    rotate(query, c, s, head_dim);
-                }
-                if (layer.key_norm) rms_norm(key, layer.key_norm, model->query_key_norm_eps, head_dim, key);
-                rotate(key, c, s, head_dim);
-                const int64_t place = ((m / width * num_kv_heads + head) * capacity + places[m]) * head_dim;
-                std::memcpy(keys[index] + place, key, head_dim * sizeof(bf16));
-                std::memcpy(values[index] + place, key + num_kv_heads * head_dim, head_dim * sizeof(bf16));
-            });
-            barrier.wait();
-            // of a row, the queries that look at one head of keys, 16 of them at a time
-            const int64_t num_queries = width * group, chunks = (num_queries + TILE - 1) / TILE;
-            part[2].take(num_rows * num_kv_heads * chunks, 1, [&](int64_t unit, int64_t) {
-                const int64_t row = unit / chunks / num_kv_heads, head = unit / chunks % num_kv_heads;
-                const int64_t start = (row * num_kv_heads + head) * capacity * head_dim;
-                const int64_t first = unit % chunks * TILE, count = std::min(TILE, num_queries - first);
-                const auto token = [&](int64_t i) { return row * width + (first + i) / group; };
-                const auto place_of = [&](int64_t i) { return (head * group + (first + i) % group) * head_dim; };
-                int64_t lengths[TILE];
-                for (int64_t i = 0; i < count; ++i) {
-                    lengths[i] = places[token(i)] + 1;
-                    std::memcpy(attention.query(i), qkv + token(i) * qkv_size + place_of(i), head_dim * sizeof(bf16));
-                }
-                attention.attend(keys[index] + start, values[index] + start, lengths, count,
-                                 [&](int64_t i, int64_t begin, __m512 low, __m512 high) {
-                                     bf16* to = attended + token(i) * attended_size + place_of(i) + begin;
-                                     store(to, low);
-                                     store(to + WIDTH, high);
-                                 });
-            });
-            barrier.wait();
-            part[3].take(hidden_size / WIDTH, 2, [&](int64_t begin, int64_t end) {
-                multiply(layer.output, begin, end, attended, attended_size, n, add);
-            });
-            barrier.wait();
-            normalise(layer.post_norm, model->norm_eps, normed);
-            part[4].take(2 * middle_size / WIDTH, 4, [&](int64_t begin, int64_t end) {
-                multiply(layer.gate_up, begin, end, normed, hidden_size, n,
-                         [&](int64_t block, int64_t m, __m512 low, __m512 high) {
-                             const __m512 gate = rounded(low), one = _mm512_set1_ps(1.f);
-                             const __m512 inverse = exponential(_mm512_sub_ps(_mm512_setzero_ps(), gate));
-                             const __m512 silu = _mm512_div_ps(gate, _mm512_add_ps(one, inverse));
-                             store(activated + m * middle_size + block / 2 * WIDTH,
-                                   _mm512_mul_ps(rounded(silu), rounded(high)));
-                         });
-            });
-            barrier.wait();
-            part[5].take(hidden_size / WIDTH, 2, [&](int64_t begin, int64_t end) {
-                multiply(layer.down, begin, end, activated, middle_size, n, add);
-            });
-            barrier.wait();
+            if (layer.qkv.packed) {
+                normalise(layer.input_norm, model->norm_eps, normed);
+                product(layer.qkv, &part[0], 4, normed, hidden_size, n, between, barrier,
+                        [&](int64_t block, int64_t m, __m512 low, __m512 high) {
+                            store(qkv + m * qkv_size + block * WIDTH, low);
+                            store(qkv + m * qkv_size + (block + 1) * WIDTH, high);
+                        });
+                barrier.wait();
+                // a key head, its value, and the queries that look at it
+                part[2].take(n * num_kv_heads, 1, [&](int64_t unit, int64_t) {
+                    const int64_t m = unit / num_kv_heads, head = unit % num_kv_heads;
+                    bf16* const states = qkv + m * qkv_size;
+                    bf16* const key = states + attended_size + head * head_dim;
+                    const bf16 *c = cos + places[m] * head_dim, *s = sin + places[m] * head_dim;
+                    for (int64_t g = 0; g < group; ++g) {
+                        bf16* const query = states + (head * group + g) * head_dim;
+                        if (layer.query_norm) rms_norm(query, layer.query_norm, model->query_key_norm_eps, head_dim, query);
+                        rotate(query, c, s, head_dim);
+                    }
+                    if (layer.key_norm) rms_norm(key, layer.key_norm, model->query_key_norm_eps, head_dim, key);
+                    rotate(key, c, s, head_dim);
+                    const int64_t place = ((m / width * num_kv_heads + head) * capacity + places[m]) * head_dim;
+                    std::memcpy(keys[index] + place, key, head_dim * sizeof(bf16));
+                    std::memcpy(values[index] + place, key + num_kv_heads * head_dim, head_dim * sizeof(bf16));
+                });
+                barrier.wait();
+                // of a row, the queries that look at one head of keys, 16 of them at a time
+                const int64_t num_queries = width * group, chunks = (num_queries + TILE - 1) / TILE;
+                part[3].take(num_rows * num_kv_heads * chunks, 1, [&](int64_t unit, int64_t) {
+                    const int64_t row = unit / chunks / num_kv_heads, head = unit / chunks % num_kv_heads;
+                    const int64_t start = (row * num_kv_heads + head) * capacity * head_dim;
+                    const int64_t first = unit % chunks * TILE, count = std::min(TILE, num_queries - first);
+                    const auto token = [&](int64_t i) { return row * width + (first + i) / group; };
+                    const auto place_of = [&](int64_t i) { return (head * group + (first + i) % group) * head_dim; };
+                    int64_t lengths[TILE];
+                    for (int64_t i = 0; i < count; ++i) {
+                        lengths[i] = places[token(i)] + 1;
+                        std::memcpy(attention.query(i), qkv + token(i) * qkv_size + place_of(i), head_dim * sizeof(bf16));
+                    }
+                    attention.attend(keys[index] + start, values[index] + start, lengths, count,
+                                     [&](int64_t i, int64_t begin, __m512 low, __m512 high) {
+                                         bf16* to = attended + token(i) * attended_size + place_of(i) + begin;
+                                         store(to, low);
+                                         store(to + WIDTH, high);
+                                     });
+                });
+                barrier.wait();
+                product(layer.output, &part[4], 2, attended, attended_size, n, between, barrier, add);
+                barrier.wait();
+            }
+            if (layer.gate_up.packed) {
+                normalise(layer.post_norm, model->norm_eps, normed);
+                product(layer.gate_up, &part[6], 4, normed, hidden_size, n, between, barrier,
+                        [&](int64_t block, int64_t m, __m512 low, __m512 high) {
+                            const __m512 gate = rounded(low), one = _mm512_set1_ps(1.f);
+                            const __m512 inverse = exponential(_mm512_sub_ps(_mm512_setzero_ps(), gate));
+                            const __m512 silu = _mm512_div_ps(gate, _mm512_add_ps(one, inverse));
+                            store(activated + m * middle_size + block / 2 * WIDTH,
+                                  _mm512_mul_ps(rounded(silu), rounded(high)));
+                        });
+                barrier.wait();
+                product(layer.down, &part[8], 2, activated, middle_size, n, between, barrier, add);
+                barrier.wait();
+            }
         }
-        normalise(model->norm, model->norm_eps, normed);
-        if (omp_get_thread_num() == 0) std::memcpy(last, normed, n * hidden_size * sizeof(bf16));
+        if (model->norm) normalise(model->norm, model->norm_eps, normed);
+        if (omp_get_thread_num() == 0) std::memcpy(last, model->norm ? normed : hidden, n * hidden_size * sizeof(bf16));
         if (logits) {
             const int64_t size = model->head.num_outputs;
-            parts.back().take(size / WIDTH, 32, [&](int64_t begin, int64_t end) {
-                multiply(model->head, begin, end, normed, hidden_size, n,
-                         [&](int64_t block, int64_t m, __m512 low, __m512 high) {
-                             store(logits + m * size + block * WIDTH, low);
-                             store(logits + m * size + (block + 1) * WIDTH, high);
-                         });
-            });
+            product_of_one(model->head, parts.back(), 32, normed, hidden_size, n,
+                    [&](int64_t block, int64_t m, __m512 low, __m512 high) {
+                        store(logits + m * size + block * WIDTH, low);
+                        store(logits + m * size + (block + 1) * WIDTH, high);
+                    });
         }
     }
     return 0;

@@ -5,6 +5,7 @@ region, over a few tokens at the speed at which the weights are read.
 """
 
 import contextlib
+import copy
 import ctypes
 import functools
 import hashlib
@@ -15,29 +16,39 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .cache import KVCache
+from .low_rank import LowRankLinear
 
 logger = logging.getLogger(__name__)
 
 SOURCES = [Path(__file__).with_name(name) for name in ("native.cpp", "native_sampling.cpp")]
 HEADER = Path(__file__).with_name("native.h")
 FLAGS = ["-std=c++17", "-O3", "-shared", "-fPIC", "-fopenmp", "-mfma"]
-FLAGS += [f"-m{name}" for name in ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512bf16", "amx-tile", "amx-bf16")]
+FLAGS += [
+    f"-m{name}"
+    for name in ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512bf16", "amx-tile", "amx-bf16", "amx-int8")
+]
 BLOCK = 32  # what inputs and outputs must be multiples of
+GROUP = 64  # inputs of a quantised matrix that have a scale together; of those they must be a multiple
 
 Address = ctypes.c_void_p
 Size = ctypes.c_int64
 
 
 class _Matrix(ctypes.Structure):
-    _fields_ = (("packed", Address), ("bias", Address), ("num_outputs", Size), ("num_inputs", Size))
+    _fields_ = (
+        *((name, Address) for name in ("packed", "bias", "scales", "inner")),
+        *((name, Size) for name in ("num_outputs", "num_inputs", "bits")),
+    )
 
 
 class _Layer(ctypes.Structure):
@@ -128,7 +139,7 @@ def native_library() -> ctypes.CDLL:
         said = getattr(error, "stderr", "").strip() or str(error)
         raise Unavailable(f"compiling it failed: {said.splitlines()[0]}") from error
     library.request_tiles.restype = library.forward.restype = Size
-    library.forward.argtypes = [Address] * 3 + [Size] * 3 + [Address] * 6 + [Size]
+    library.forward.argtypes = [Address] * 3 + [Size] * 3 + [Address] * 7 + [Size]
     for name in ("draw", "bound_rows", "spread_out", "arrive", "log_sum_exp"):
         getattr(library, name).restype = None
     rows = [Address] + [Size] * 3
@@ -171,7 +182,10 @@ class NativeForward:
         config = model.config.get_text_config()
         backbone: Any = model.get_decoder()
         self.library = library
+        self.used_layers: list[int] | None = None  # of a part
+        self.addresses: WeakKeyDictionary[KVCache, tuple[object, tuple[Any, Any]]] = WeakKeyDictionary()
         self.kept: list[Tensor] = []  # what C++ knows by address
+        self.inner: list[_Matrix] = []
         self.vocab_size = model.get_output_embeddings().out_features
         self.hidden_size, self.num_kv_heads = config.hidden_size, config.num_key_value_heads
         self.head_dim = backbone.layers[0].self_attn.head_dim
@@ -193,8 +207,48 @@ class NativeForward:
             query_key_norm_eps=next(iter(query_key_norm_eps), 0.0),
         )
 
+    def part(
+        self,
+        uses: list[tuple[int, bool, bool]],
+        ends: bool,
+        head: nn.Linear | None,
+        modules: Mapping[int, nn.Module] | None = None,
+    ) -> "NativeForward":
+        """A pass through some layers, each with its attention, its MLP, or both.
+
+        Args:
+            uses: layer, attention, MLP.
+            ends: False leaves the final norm out.
+            head: instead of the model's.
+            modules: with matrices of their own, by layer, instead of the model's.
+        """
+        part = copy.copy(self)
+        part.kept, part.inner, part.addresses = [*self.kept], [*self.inner], WeakKeyDictionary()
+        part.used_layers = [layer for layer, _, _ in uses]
+        layers = [
+            part._layer(modules[layer], attention, mlp) if modules else _Layer.from_buffer_copy(self.layers[layer])
+            for layer, attention, mlp in uses
+        ]
+        for each, (_, attention, mlp) in zip(layers, uses, strict=True):
+            each.qkv.packed = each.qkv.packed if attention else None
+            each.gate_up.packed = each.gate_up.packed if mlp else None
+        part.layers = (_Layer * len(layers))(*layers)
+        part.model = _Model.from_buffer_copy(self.model)
+        part.model.layers, part.model.num_layers = ctypes.addressof(part.layers), len(layers)
+        if not ends:
+            part.model.norm = None
+        if head is not None:
+            part.model.head, part.vocab_size = part._matrix([head]), head.out_features
+        return part
+
     def __call__(
-        self, tokens: Tensor, cache: KVCache, cos: Tensor, sin: Tensor, with_logits: bool
+        self,
+        tokens: Tensor,
+        cache: KVCache,
+        cos: Tensor,
+        sin: Tensor,
+        with_logits: bool,
+        entering: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """What enters the head, [rows, n, hidden], and logits [rows, n, vocab], after tokens, int64 [rows, n].
 
@@ -203,16 +257,19 @@ class NativeForward:
             cache: their keys and values are added to it.
             cos, sin: bf16 [capacity, head_dim] rotary tables; sin carries the sign of the half it multiplies.
             with_logits: False leaves the head out.
+            entering: bf16 [rows, n, hidden], instead of the tokens' embeddings.
 
         Raises:
             IndexError: a token that the model does not have.
         """
         tokens, places = tokens.long().contiguous(), cache.positions.contiguous()
+        entering = None if entering is None else entering.contiguous()
         keys, values = self._buffers(cache)
         last = torch.empty(*tokens.shape, self.hidden_size, dtype=torch.bfloat16)
         logits = torch.empty(*tokens.shape, self.model.head.num_outputs, dtype=torch.bfloat16) if with_logits else None
         tensors = [
-            tensor if tensor is None else tensor.data_ptr() for tensor in (tokens, places, cos, sin, last, logits)
+            tensor if tensor is None else tensor.data_ptr()
+            for tensor in (tokens, entering, places, cos, sin, last, logits)
         ]
         if self.library.forward(
             ctypes.addressof(self.model),
@@ -233,20 +290,27 @@ class NativeForward:
             buffers = [[getattr(layer, name).data_ptr() for layer in cache.layers] for name in ("keys", "values")]
             keys, values = ((Address * len(each))(*each) for each in buffers)
             cache.addresses = keys, values
-        return cache.addresses
+        if self.used_layers is None:
+            return cache.addresses
+        if cache not in self.addresses or self.addresses[cache][0] is not cache.addresses:
+            arrays = [(Address * len(self.used_layers))(*[of[i] for i in self.used_layers]) for of in cache.addresses]
+            self.addresses[cache] = cache.addresses, (arrays[0], arrays[1])
+        _, of_part = self.addresses[cache]
+        return of_part
 
-    def _layer(self, layer: Any) -> _Layer:
+    def _layer(self, layer: Any, has_attention: bool = True, has_mlp: bool = True) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
         norms = {"input_norm": layer.input_layernorm, "post_norm": layer.post_attention_layernorm}
-        if hasattr(attention, "q_norm"):
-            norms |= {"query_norm": attention.q_norm, "key_norm": attention.k_norm}
-        return _Layer(
-            **{name: self._address(norm.weight) for name, norm in norms.items()},
-            qkv=self._matrix([attention.q_proj, attention.k_proj, attention.v_proj]),
-            output=self._matrix([attention.o_proj]),
-            gate_up=self._matrix([mlp.gate_proj, mlp.up_proj], interleave=True),
-            down=self._matrix([mlp.down_proj]),
-        )
+        matrices = {}
+        if has_attention:
+            matrices["qkv"] = self._matrix([attention.q_proj, attention.k_proj, attention.v_proj])
+            matrices["output"] = self._matrix([attention.o_proj])
+            if hasattr(attention, "q_norm"):
+                norms |= {"query_norm": attention.q_norm, "key_norm": attention.k_norm}
+        if has_mlp:
+            matrices["gate_up"] = self._matrix([mlp.gate_proj, mlp.up_proj], interleave=True)
+            matrices["down"] = self._matrix([mlp.down_proj])
+        return _Layer(**{name: self._address(norm.weight) for name, norm in norms.items()}, **matrices)
 
     def _matrix(self, linears: list[nn.Linear], interleave: bool = False) -> _Matrix:
         """Linear layers of one input side by side, or their blocks of 16 outputs in turn; outputs padded to BLOCK."""
@@ -258,14 +322,53 @@ class NativeForward:
             whole = torch.cat(parts)
             return torch.cat([whole, whole.new_zeros(-len(whole) % BLOCK, *whole.shape[1:])])
 
-        weight = joined([linear.weight.detach() for linear in linears])
-        packed = weight.view(-1, 16, weight.shape[1] // 2, 2).transpose(1, 2)
         bias = None
         if linears[0].bias is not None:
             bias = self._address(joined([linear.bias.detach().float() for linear in linears]))
-        return _Matrix(packed=self._address(packed), bias=bias, num_outputs=len(weight), num_inputs=weight.shape[1])
+        inner = None
+        if isinstance(linears[0], LowRankLinear):
+            inner = self._matrix([linears[0].inner])
+            self.inner.append(inner)
+        weights: list[Any] = [linear.weight.detach() for linear in linears]
+        if type(weights[0]) is Tensor:
+            weight = joined(weights)
+            packed, scales, bits = weight.view(-1, 16, weight.shape[1] // 2, 2).transpose(1, 2), None, 16
+        else:
+            weight, bits = joined([each.qdata for each in weights]), _bits(weights[0])
+            packed = weight.view(-1, 16, weight.shape[1] // 4, 4).transpose(1, 2)
+            if bits == 4:
+                halves = (packed + 8).to(torch.uint8)
+                packed = halves[::2] | (halves[1::2] << 4)
+            of_groups = joined([each.scale.to(torch.bfloat16) for each in weights])
+            scales = self._address(of_groups.view(-1, 16, of_groups.shape[1]).transpose(1, 2))
+        return _Matrix(
+            packed=self._address(packed),
+            bias=bias,
+            scales=scales,
+            inner=None if inner is None else ctypes.addressof(inner),
+            num_outputs=len(weight),
+            num_inputs=weight.shape[1],
+            bits=bits,
+        )
 
     def _address(self, tensor: Tensor) -> int:
         tensor = tensor.detach().contiguous()
         self.kept.append(tensor)
         return tensor.data_ptr()
+
+
+def can_multiply(model: PreTrainedModel) -> bool:
+    """Whether C++ can multiply with the matrices of this shadow of a model that it knows."""
+
+    def fits(linear: nn.Linear) -> bool:
+        weight: Any = linear.weight
+        if type(weight.detach()) is not Tensor:
+            return linear.in_features % GROUP == 0 and weight.block_size == (1, GROUP)
+        return linear.in_features % BLOCK == 0
+
+    return all(fits(module) for module in model.modules() if isinstance(module, nn.Linear))
+
+
+def _bits(weight: Any) -> int:
+    """Of torchao's integers."""
+    return 4 if weight.target_dtype == torch.int4 else 8  # type: ignore[attr-defined]

@@ -6,7 +6,7 @@ import logging
 import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import logging as logging_of_transformers
 
 from .files import write_json
+from .params import DraftKind
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,8 @@ class Pair:
 
     Attributes:
         target: "id" (hub name or folder), "revision", and hashes of its "config" and "tokenizer".
+        draft_kind: what drafts; only "model" has a folder `draft`.
+        self_draft: what of the target drafts, as `decode.self_draft.SelfDraft` has it; empty for "model".
         num_draft_tokens: tokens to draft a round unless the caller says otherwise.
         sampling: the sampling parameters the draft was made for.
         measured: what `spec-decode evaluate` found: acceptance with interval, prompt set, hardware.
@@ -41,7 +44,8 @@ class Pair:
     """
 
     target: dict[str, str | None]
-    draft_kind: str = "model"
+    draft_kind: DraftKind = "model"
+    self_draft: dict[str, Any] = field(default_factory=dict)
     num_draft_tokens: int = 3
     sampling: dict[str, Any] = field(default_factory=dict)
     measured: dict[str, Any] = field(default_factory=dict)
@@ -81,8 +85,10 @@ class Pair:
             betas = pair.measured.get("betas", []) if isinstance(pair.measured, dict) else None
             if not isinstance(betas, list) or not all(isinstance(beta, int | float) for beta in betas):
                 raise ValueError("measured must be an object, and its betas numbers")
-            if pair.draft_kind != "model":
-                raise ValueError(f"draft_kind is {pair.draft_kind!r}, this release knows 'model'")
+            if pair.draft_kind not in (known := get_args(DraftKind)):
+                raise ValueError(f"draft_kind is {pair.draft_kind!r}, this release knows {', '.join(known)}")
+            if not isinstance(pair.self_draft, dict) or bool(pair.self_draft) != (pair.draft_kind != "model"):
+                raise ValueError("self_draft must be an object, empty for draft_kind 'model' alone")
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path}: not a pair description: {error}") from error
         return pair
@@ -246,6 +252,26 @@ def load_draft_vocab(folder: Path) -> Tensor | None:
     if token_ids.dtype != torch.int64 or token_ids.ndim != 1 or len(token_ids) == 0 or token_ids.min() < 0:
         raise ValueError(f"{path}: not a list of token ids; build the pair anew")
     return token_ids
+
+
+def save_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Write what a target that drafts for itself has of its own."""
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "self_draft.safetensors")
+
+
+def load_tensors(folder: Path) -> dict[str, Tensor]:
+    """What a target that drafts for itself has of its own; empty when that is nothing.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+    path = folder / "self_draft.safetensors"
+    if not path.is_file():
+        return {}
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path}: cannot be read: {error}; build the pair anew") from error
 
 
 def _require_folder_or_hub_name(name: str, role: str) -> None:

@@ -7,6 +7,9 @@ from typing import Literal
 FinishReason = Literal["stop", "length"]
 Provenance = Literal["accepted", "corrected", "bonus", "plain"]
 Verification = Literal["auto", "block", "tokenwise", "seeded"]
+# a model of its own; or the target itself: without some sublayers, its first layers, by factors, or in fewer bits
+DraftKind = Literal["model", "skip", "exit", "low_rank", "quantised"]
+AdapterKind = Literal["mlp", "layer"]
 ProposerKind = Literal["draft", "lookup", "cascade"]
 
 

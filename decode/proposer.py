@@ -1,5 +1,6 @@
 """What proposes tokens: the `Proposer` protocol, and a draft model that fulfils it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,11 +25,14 @@ class Proposal:
         tokens: int64 [rows, drafted].
         num_drafted: int64 [rows], how many of them each row really drafted; the rest means nothing.
         q: what each token was sampled from, [rows, drafted, columns]; None when the sampler needs none.
+        score: the target's logits [rows, drafted + 1, vocab] after the last committed token and each drafted one, int64
+            [rows, drafted + 1], where drafting has done some of that work; None leaves it to the target.
     """
 
     tokens: Tensor
     num_drafted: Tensor
     q: Distribution | None
+    score: Callable[[Tensor], Tensor] | None = None
 
 
 class Proposer(Protocol):
@@ -73,10 +77,13 @@ class DraftModelProposer:
         self.token_ids = None if self.draft_vocab is None else self.draft_vocab.to(self.device)
         self.columns: Tensor | None = None
         # nothing is read yet: a draft that is never asked costs nothing
-        self.cached = CachedModel(self.model, len(sequences), target.capacity, target.spare)
+        self.cached = self._begin(sequences, target)
         # what each row had when it was last drafted for, and what was drafted then
         self.num_committed = [0] * len(sequences)
         self.drafted = torch.empty(len(sequences), 0, dtype=torch.long, device=self.device)
+
+    def _begin(self, sequences: list[list[int]], target: CachedModel) -> CachedModel:
+        return CachedModel(self.model, len(sequences), target.capacity, target.spare)
 
     def propose(self, sequences: list[list[int]], num_drafted: list[int], sampler: BatchSampler) -> Proposal:
         most, bound = max(num_drafted), sampler.speculation.entropy_bound
@@ -112,23 +119,31 @@ class DraftModelProposer:
         known = self._num_known(sequences)
         self.cached.rollback(known)
         if max(len(ids) - start for start, ids in zip(known, sequences, strict=True)) > MAX_UNREAD_WITH_LOGITS:
-            self.cached.read(self._readable_lists(sequences))
+            self._read(sequences)
         pending = [ids[start:] for start, ids in zip(self.cached.lengths, sequences, strict=True)]
-        counts = list(map(len, pending))
+        counts = self.num_pending = list(map(len, pending))
         width = max(counts)
         padded = torch.tensor([ids + [0] * (width - len(ids)) for ids in pending], device=self.model.device)
         logits = self.cached.forward(self._readable(padded), counts)
         last = logits[:, 0] if width == 1 else logits[torch.arange(len(counts)), torch.tensor(counts) - 1]
         return self._meaningful(last).to(self.device)
 
+    def _read(self, sequences: list[list[int]]) -> None:
+        """What is not known of each but for its last token."""
+        self.cached.read(self._readable_lists(sequences))
+
     def _num_known(self, sequences: list[list[int]]) -> list[int]:
-        """Of each row, how many of its tokens the cache holds: not those drafted in whose place others were committed.
+        """Of each row, how many of its tokens the cache holds."""
+        return self._num_unchanged(self.cached.lengths, sequences)
+
+    def _num_unchanged(self, lengths: list[int], sequences: list[list[int]]) -> list[int]:
+        """Of so many tokens that were read of each row, those that are still its own: what was drafted may not be.
 
         Since then there may have been rounds in which others drafted, or nobody did.
         """
         known = []
         for length, ids, start, drafted in zip(
-            self.cached.lengths, sequences, self.num_committed, self.drafted.tolist(), strict=True
+            lengths, sequences, self.num_committed, self.drafted.tolist(), strict=True
         ):
             end = min(length, len(ids) - 1)
             rejected = (place for place in range(start, end) if ids[place] != drafted[place - start])

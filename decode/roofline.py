@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -55,5 +56,13 @@ def weight_bytes(model: PreTrainedModel) -> int:
     """What a pass over one token reads: all weights but the table of embeddings, of which it reads a row."""
     embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     weights = [weight for weight in model.get_decoder().parameters() if weight is not embeddings]
-    num_bytes: int = sum(weight.nbytes for weight in [*weights, *head.parameters()])
+    num_bytes: int = sum(_bytes(weight) for weight in [*weights, *head.parameters()])
+    return num_bytes
+
+
+def _bytes(weight: Any) -> int:
+    """What is read of it; of integers without their scales."""
+    if (dtype := getattr(weight, "target_dtype", None)) is not None:
+        return int(weight.numel() * (0.5 if "int4" in str(dtype) else 1))
+    num_bytes: int = weight.nbytes
     return num_bytes

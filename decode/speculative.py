@@ -142,7 +142,7 @@ class SpeculativeEngine:
             proposal = self._propose(sequences, [min(limit, num_drafted) for limit in limits], sampler)
             watch.mark()
             pending = torch.tensor([[ids[-1]] for ids in sequences], device=device)
-            logits = target.forward(torch.cat([pending, proposal.tokens], dim=1))
+            logits = (proposal.score or target.forward)(torch.cat([pending, proposal.tokens], dim=1))
             if on_pass:
                 assert target.hidden_states is not None
                 on_pass(active, target.hidden_states, logits)

@@ -61,7 +61,7 @@ def _speed_table(timings: list[Timing]) -> Table:
             "plain": "plain",
             "speculative": f"speculative, {timing.num_draft_tokens or 'as many as pay'} drafted",
             "transformers_plain": "transformers plain",
-            "transformers_assisted_best": f"transformers assisted, best: {timing.best_num_assistant_tokens} drafted",
+            "transformers_assisted_best": f"transformers assisted, best: {timing.best_assistance} drafted",
             "transformers_assisted_default": "transformers assisted, its default",
         }
         table.add_section()

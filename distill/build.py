@@ -18,14 +18,17 @@ from decode.pair import (
     load_tokenizer,
     refuse_other_tokenizer,
     save_draft_vocab,
+    save_tensors,
     stop_token_ids,
 )
+from decode.self_draft import SelfDraft
 from train.checkpoint import publish, remove_folder
 from train.provenance import provenance
 
 from .config import BuildConfig, FreshConfig
 from .layers import choose_layers, draft_from_layers, eliminate_layers, evenly_spaced, keep_settings
 from .responses import load_responses, refuse_responses_of_another_target
+from .self_draft import choose_self_draft, forget_search
 from .vocab import choose_vocab, probability_mass, smallest_vocab
 
 logger = logging.getLogger(__name__)
@@ -57,21 +60,37 @@ def build(config: BuildConfig) -> Path:
     draft, origin = _draft_of_its_own(config, target, tokenizer)
     token_ids, share = _draft_vocab(config, target, draft or target, tokenizer)
     found: dict[str, Any] = {"vocab_share": share}
-    if draft is None:
+    spec: SelfDraft | None = None
+    tensors: dict[str, Tensor] = {}
+    if config.kind != "model":
+        spec, tensors, of_search = choose_self_draft(config, target, tokenizer, token_ids)
+        found |= of_search
+    elif draft is None:
         found |= _found_layers(config, target, resolved["layers"])
         draft, origin = draft_from_layers(target, found["layers"]), f"layers {found['layers']} of the target"
     temporary = output.parent / f".{output.name}.tmp"
     remove_folder(temporary)
-    draft.save_pretrained(temporary / "draft")
-    tokenizer.save_pretrained(temporary / "draft")
+    if draft is None:
+        temporary.mkdir(parents=True)
+        if tensors:
+            save_tensors(temporary, tensors)
+    else:
+        draft.save_pretrained(temporary / "draft")
+        tokenizer.save_pretrained(temporary / "draft")
     if token_ids is not None:
         save_draft_vocab(temporary, token_ids)
     Pair(
         target=describe_target(config.target, tokenizer),
-        num_draft_tokens=config.num_draft_tokens,
+        draft_kind=config.kind,
+        self_draft={} if spec is None else asdict(spec),
+        num_draft_tokens=found.get("calibration", {}).get("num_draft_tokens", config.num_draft_tokens),
         provenance={**provenance(resolved), **found},
     ).save(temporary)
     publish(temporary, output)
+    if draft is None:
+        forget_search(config)
+        logger.info("%s: the target drafts for itself: %s", output, spec)
+        return output
     parameters = sum(parameter.numel() for parameter in draft.parameters())
     logger.info("%s: a draft of %s, %.1f M parameters", output, origin, parameters / 1e6)
     return output
@@ -130,7 +149,7 @@ def _wanted_layers(config: BuildConfig) -> int | list[int] | None:
     Raises:
         ValueError: the target has no such layers.
     """
-    if config.draft is not None or config.fresh is not None:
+    if config.draft is not None or config.fresh is not None or config.kind != "model":
         return None
     wanted = NUM_LAYERS if config.layers is None else config.layers
     num_layers = AutoConfig.from_pretrained(config.target).get_text_config().num_hidden_layers

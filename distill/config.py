@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from decode.params import SamplingParams
+from decode.params import AdapterKind, DraftKind, SamplingParams
 from train.config import DataLimits, TrainConfig
 
 LossName = Literal["forward_kl", "reverse_kl", "jsd", "tv", "nla", "lk", "cross_entropy", "block_efficiency"]
@@ -113,13 +113,26 @@ class FreshConfig:
                 raise ValueError(f"fresh.{name}: {value} is not possible; give 1 or more")
 
 
+SELF_DRAFT_OPTIONS = ("skipped_attention", "skipped_mlp", "exit_layer", "adapter", "bits")
+
+
 @dataclass(frozen=True, kw_only=True)
 class BuildConfig:
-    """Make a draft: out of layers of the target, of another model, or with random weights.
+    """Make a draft: out of layers of the target, of another model, with random weights; or let the target draft itself.
 
     Args:
         target: the model to draft for, a folder or a hub id
         output: folder of the new pair
+        kind: model makes a draft of its own; the others draft with the target's weights and cache: skip without some of
+            its sublayers, exit with its first layers, low_rank with products of two small matrices instead of its large
+            ones, quantised with copies of its matrices in fewer bits
+        skipped_attention: layers whose attention is skipped; null for both searches on responses what to skip
+        skipped_mlp: layers whose MLP is skipped
+        exit_layer: layers to draft with, where kind is exit; null chooses the number on responses
+        adapter: what follows the first layers, where kind is exit, for `spec-distill run` to train: a layer of its own
+            (layer), or one without attention (mlp); both begin as the target's last
+        low_rank_share: weights of the small matrices over those of the large ones, where kind is low_rank
+        bits: of the matrices, 8 or 4; for quantised, where null is 8, and beside skipping or an exit
         layers: which layers of the target to keep, in order, from 0; or how many; null is 4 without draft and fresh
         choose: where layers says how many, those evenly spaced from first to last (even), or those left after dropping
             again and again the one whose absence leaves acceptance on the responses highest (greedy)
@@ -128,12 +141,20 @@ class BuildConfig:
         fresh: a new model of the target's class, instead of layers
         vocab_size: size of the draft's output vocabulary, chosen by probability mass on the responses; null keeps all
         vocab_coverage: instead of a size, the share of probability mass to hold, with as few tokens as do, such as 0.98
-        responses: what `spec-distill respond` wrote; needed for choose greedy, vocab_size and vocab_coverage
+        responses: what `spec-distill respond` wrote; needed for choose greedy, vocab_size and vocab_coverage, and to
+            choose what to skip or where to exit
         num_draft_tokens: tokens to draft a round unless the caller says otherwise
     """
 
     target: str
     output: str
+    kind: DraftKind = "model"
+    skipped_attention: list[int] | None = None
+    skipped_mlp: list[int] | None = None
+    exit_layer: int | None = None
+    adapter: AdapterKind | None = None
+    low_rank_share: float = 0.5
+    bits: Literal[8, 4] | None = None
     layers: int | list[int] | None = None
     choose: Literal["even", "greedy"] = "even"
     calibration_tokens: int = 1000
@@ -149,6 +170,25 @@ class BuildConfig:
         made_of = [name for name in ("layers", "draft", "fresh") if getattr(self, name) is not None]
         if len(made_of) > 1:
             raise ValueError(f"{made_of[1]}: a draft is made of one thing, and {made_of[0]} is given; leave out one")
+        given = {name for name in SELF_DRAFT_OPTIONS if getattr(self, name) is not None}
+        if self.kind == "model" and given:
+            raise ValueError(f"{min(given)}: is for a target that drafts for itself; give kind too")
+        if self.kind != "model" and made_of:
+            raise ValueError(f"{made_of[0]}: is for a draft of its own; leave it out, or give kind model")
+        if self.kind == "quantised" and given - {"bits"}:
+            raise ValueError(
+                f"{min(given - {'bits'})}: with kind quantised nothing is left out; give kind skip or exit"
+            )
+        if self.kind == "low_rank" and given:
+            raise ValueError(f"{min(given)}: goes with no kind low_rank; leave it out")
+        if not 0 < self.low_rank_share < 1:
+            raise ValueError(f"low_rank_share: {self.low_rank_share} is not possible; give a share such as 0.5")
+        if self.kind == "exit" and given & {"skipped_attention", "skipped_mlp"}:
+            raise ValueError("skipped_attention: with kind exit whole layers are left out; give kind skip")
+        if self.kind == "skip" and given & {"exit_layer", "adapter"}:
+            raise ValueError(f"{max(given & {'exit_layer', 'adapter'})}: is for kind exit; leave it out")
+        if self.adapter is not None and self.bits is not None:
+            raise ValueError("bits: an adapter follows layers as they are; leave out one of the two")
         if self.choose == "greedy" and (isinstance(self.layers, list) or self.draft or self.fresh):
             raise ValueError("choose: greedy finds out which layers to keep; give layers as a number and nothing else")
         if self.vocab_size is not None and self.vocab_coverage is not None:
@@ -157,6 +197,9 @@ class BuildConfig:
             "a reduced vocab_size is chosen": self.vocab_size is not None,
             "vocab_coverage is measured": self.vocab_coverage is not None,
             "choose greedy measures acceptance": self.choose == "greedy",
+            "what to skip is chosen": self.kind == "skip" and not given & {"skipped_attention", "skipped_mlp"},
+            "kind low_rank finds out what its matrices are for": self.kind == "low_rank",
+            "where to exit is chosen": self.kind == "exit" and self.exit_layer is None,
         }.items():
             if is_wished and self.responses is None:
                 raise ValueError(f"responses: {wish} on responses; name their folder")

@@ -108,17 +108,26 @@ class Calibration:
             self.log_p = [self.head.log_probabilities(states) for states in self._hidden_states()]
 
     @torch.inference_mode()
-    def alpha(self) -> float:
-        """Mean over the response tokens of sum_v min(p, q) at temperature 1, q by the layers the target has now."""
+    def alpha(self, draft: PreTrainedModel | None = None) -> float:
+        """Mean over the response tokens of sum_v min(p, q) at temperature 1.
+
+        Args:
+            draft: a shadow of the target with its head, which q is of; None for the layers the target has now.
+        """
         shared = [
             acceptance(log_p, self.head.log_probabilities(states))
-            for log_p, states in zip(self.log_p, self._hidden_states(), strict=True)
+            for log_p, states in zip(self.log_p, self._hidden_states(draft), strict=True)
         ]
         return float(torch.cat(shared).mean())
 
-    def _hidden_states(self) -> tuple[Tensor, ...]:
+    @torch.inference_mode()
+    def pass_through(self) -> None:
+        """Read the text, for who looks on."""
+        self._hidden_states()
+
+    def _hidden_states(self, draft: PreTrainedModel | None = None) -> tuple[Tensor, ...]:
         """What enters the head for the response tokens, in chunks of [tokens, hidden]."""
-        states = torch.cat([final_hidden_states(self.target, batch) for batch in self.batches])
+        states = torch.cat([final_hidden_states(draft or self.target, batch) for batch in self.batches])
         return torch.split(states, TOKENS_PER_CHUNK)
 
 

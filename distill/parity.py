@@ -9,8 +9,6 @@ from pathlib import Path
 from statistics import NormalDist
 
 import numpy as np
-import torch
-from transformers import AutoModelForCausalLM
 
 from decode.decoder import SpeculativeDecoder
 from decode.evaluate import spread
@@ -67,8 +65,7 @@ def prove_parity(task: DistillTask, pair: Path, config: RunConfig) -> None:
     path = pair.parent / "parity.json"
     if path.is_file():
         return
-    draft = AutoModelForCausalLM.from_pretrained(pair / "draft", dtype=torch.float32)
-    task.module.draft.load_state_dict(draft.state_dict())
+    task.load_saved(pair)
     speculation = SpeculationParams(
         num_draft_tokens=task.pair.num_draft_tokens, never_slower=False, verification="tokenwise"
     )

@@ -10,7 +10,7 @@ from typing import Any
 import datasets
 import torch
 from accelerate import PartialState
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -21,11 +21,13 @@ from decode.pair import (
     describe_target,
     load_draft_vocab,
     load_model,
+    load_tensors,
     load_tokenizer,
     refuse_other_tokenizer,
     stop_token_ids,
 )
 from decode.params import SamplingParams
+from decode.self_draft import SelfDraft, own_parameters, self_draft
 from train.checkpoint import write_text
 from train.data_check import check_data
 from train.folder import RunFolder
@@ -88,9 +90,14 @@ def prepare(config: RunConfig) -> Prepared:
     """
     folder = Path(config.pair)
     pair = Pair.load(folder)
+    tensors = load_tensors(folder)
+    if pair.draft_kind != "model" and not tensors:
+        raise ValueError(f"pair {folder}: its target drafts for itself ({pair.draft_kind}); there is nothing to train")
     target_name = config.target or pair.target_id()
-    tokenizer, draft_name = load_tokenizer(target_name, "target"), str(folder / "draft")
-    refuse_other_tokenizer(tokenizer, load_tokenizer(draft_name, "draft"), target_name, draft_name)
+    tokenizer = load_tokenizer(target_name, "target")
+    draft_name = str(folder / "draft")
+    if pair.draft_kind == "model":
+        refuse_other_tokenizer(tokenizer, load_tokenizer(draft_name, "draft"), target_name, draft_name)
     texts = load_texts(config, tokenizer)
     if texts.by_target:
         refuse_responses_of_another_target(config.responses, target_name, tokenizer)
@@ -103,7 +110,13 @@ def prepare(config: RunConfig) -> Prepared:
     costs = _costs(config, target_name)
     # of a kept signal only the head is wanted: a target that fits nowhere here can teach
     target = load_model(target_name, role="target", layers=record is None)
-    draft = load_model(draft_name, "float32", "draft")
+    own: dict[str, nn.Parameter] = {}
+    if pair.draft_kind == "model":
+        draft = load_model(draft_name, "float32", "draft")
+    else:
+        whole, spec = load_model(target_name, "float32", "draft"), SelfDraft.of(pair.self_draft)
+        draft = self_draft(whole, spec, tensors=tensors)
+        own = own_parameters(draft, spec, whole)
     passing = [draft] if record else [draft, target]  # those that texts go through
     reference = _reference(config)
     _refuse_unknown_tokens(texts, [target, draft])
@@ -128,7 +141,7 @@ def prepare(config: RunConfig) -> Prepared:
     teacher = TeacherHead(target, token_ids, config.temperature)
     if config.objective.alignment_weight:
         _refuse_alignment(draft, target, record)
-    _choose_trainable(draft, config.train_embeddings)
+    _choose_trainable(draft, config.train_embeddings, own)
     if config.compile:
         _choose_attention(draft, config, min(max(lengths), config.max_length))
         for model in passing:
@@ -141,7 +154,7 @@ def prepare(config: RunConfig) -> Prepared:
         pair.target = describe_target(config.target, tokenizer)
     padding_id = tokenizer.eos_token_id or 0
     with_signal = functools.partial(_collate, padding_id=padding_id, record=record)
-    task = DistillTask(module, with_signal, texts, config, costs, tokenizer, pair)
+    task = DistillTask(module, with_signal, texts, config, costs, tokenizer, pair, own)
     return Prepared(task, texts.train, [len(ids) for ids in column(texts.train, "input_ids")], resolved)
 
 
@@ -240,7 +253,12 @@ def _choose_attention(draft: PreTrainedModel, config: RunConfig, longest: int) -
         draft.set_attn_implementation("eager")
 
 
-def _choose_trainable(draft: PreTrainedModel, train_embeddings: bool) -> None:
+def _choose_trainable(draft: PreTrainedModel, train_embeddings: bool, own: dict[str, nn.Parameter]) -> None:
+    if own:  # all else is the target's
+        draft.requires_grad_(False)
+        for weight in own.values():
+            weight.requires_grad_(True)
+        return
     draft.requires_grad_(True)
     head = draft.get_output_embeddings()
     if not train_embeddings:

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from decode.costs import Costs
-from decode.pair import Pair, load_draft_vocab, save_draft_vocab
+from decode.pair import Pair, load_draft_vocab, load_tensors, save_draft_vocab, save_tensors
 
 from .config import RunConfig
 from .judge import judge
@@ -34,6 +35,7 @@ class DistillTask:
         costs: measured here; None predicts no speedup.
         tokenizer: goes into the pair.
         pair: what the trained pair will say of itself.
+        own: of a target that drafts for itself, what is trained, by the names that it has in a pair.
 
     Attributes:
         state: what must survive an interruption.
@@ -48,6 +50,7 @@ class DistillTask:
         costs: Costs | None,
         tokenizer: Tokenizer,
         pair: Pair,
+        own: dict[str, nn.Parameter] | None = None,
     ) -> None:
         self.module = module
         self._collate = collate
@@ -56,6 +59,7 @@ class DistillTask:
         self.costs = costs
         self.tokenizer = tokenizer
         self.pair = pair
+        self.own = own or {}
         self.state: dict[str, Any] = {}
         self.stages = Stages(config.objective.stages_or_default, self.state)
 
@@ -109,10 +113,26 @@ class DistillTask:
 
     def save(self, module: nn.Module, folder: Path) -> None:
         """Write the pair, its draft in the target's dtype."""
-        draft = copy.deepcopy(self.module.draft)
-        nn.Module.to(draft, self.module.teacher.weight.dtype)
-        draft.save_pretrained(folder / "draft")
-        self.tokenizer.save_pretrained(folder / "draft")
+        dtype = self.module.teacher.weight.dtype
+        if self.own:
+            folder.mkdir(parents=True)
+            save_tensors(folder, {name: weight.detach().to(dtype) for name, weight in self.own.items()})
+        else:
+            draft = copy.deepcopy(self.module.draft)
+            nn.Module.to(draft, dtype)
+            draft.save_pretrained(folder / "draft")
+            self.tokenizer.save_pretrained(folder / "draft")
         if (token_ids := load_draft_vocab(Path(self.config.pair))) is not None:
             save_draft_vocab(folder, token_ids)
         self.pair.save(folder)
+
+    @torch.no_grad()
+    def load_saved(self, folder: Path) -> None:
+        """Go on with the draft as it was rounded when it was saved."""
+        if self.own:
+            tensors = load_tensors(folder)
+            for name, weight in self.own.items():
+                weight.copy_(tensors[name])
+        else:
+            draft = AutoModelForCausalLM.from_pretrained(folder / "draft", dtype=torch.float32)
+            self.module.draft.load_state_dict(draft.state_dict())

@@ -1,6 +1,5 @@
 """What the console scripts share: errors of the user come out as one line, exit code 2 and no traceback."""
 
-import ctypes
 import difflib
 import logging
 import os
@@ -32,9 +31,6 @@ TYPES = {
     r"(expected one of .*?), NoneType(?=, got )": r"\1",
     r"expected one of ([^,]+)(?=, got )": r"expected \1",
 }
-
-# numbers of glibc's malloc.h
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 
 # what to say after Ctrl-C, where that is so
 RESUMES = "interrupted; the same command goes on from what is saved"
@@ -94,7 +90,8 @@ def run(program: str, body: Callable[[], None], interrupted: str = "interrupted"
         0; 2 after an error of the user; 130 after Ctrl-C; 141 when nobody reads the output any more.
     """
     _configure_logging()
-    _keep_freed_memory()
+    # read by torch: large tensors come and go at each step, and small pages of theirs are faulted in one by one
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     try:
         body()
     except KeyboardInterrupt:
@@ -180,23 +177,13 @@ def _configure_logging() -> None:
         logger = logging.getLogger(package)
         logger.handlers = [handler]
         logger.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.ERROR)
+    # Transformers imports torchao where it is installed, which tells everyone what it has no use for here.
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     # A model that cannot be reached ends in one line of ours; the hub's account of each retry is noise.
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-
-
-def _keep_freed_memory() -> None:
-    """Has glibc keep what is freed, unless the environment tells it something else.
-
-    Each step frees hundreds of megabytes and asks for them anew. Given back to the system between the two, they return
-    as pages that are faulted in and cleared one by one, which on a CPU is a third of a distillation step.
-    """
-    if sys.platform == "linux" and not any(name.startswith("MALLOC_") for name in os.environ):
-        # another C library than glibc may have no such function
-        if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
-            mallopt(M_MMAP_MAX, 0)
-            mallopt(M_TRIM_THRESHOLD, -1)
 
 
 def _spelled_out(args: list[str], flags: set[str]) -> Iterator[str]:

@@ -210,8 +210,8 @@ def test_bench_times_transformers_when_asked(
         assert len(timing["runs"]) == 5
         assert all(len(runs) == 5 for runs in timing["runs"].values())
         assert list(timing["sweep"]) == ["1", "2", "3", "4", "5"]
-        best = timing["best_num_assistant_tokens"]
-        assert timing["sweep"][str(best)] == max(timing["sweep"].values())
+        best = timing["best_assistance"]
+        assert timing["sweep"][best] == max(timing["sweep"].values())
         assert f"transformers assisted, best: {best} drafted" in out
     # the same text from all of them
     assert len({tuple(run["num_tokens"] for run in runs) for runs in greedy["runs"].values()}) == 1

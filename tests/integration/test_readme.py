@@ -20,7 +20,7 @@ PROGRAMS = [code for language, code in BLOCKS if language == "python"]
 
 @pytest.mark.slow
 def test_commands_and_program_run(tiny_model_folder: Callable[..., Path], tmp_path: Path) -> None:
-    assert len(COMMANDS) == 2
+    assert len(COMMANDS) == 3
     assert len(PROGRAMS) == 1
     shutil.copytree(tiny_model_folder(), tmp_path / "my-model")
     prompts = [{"prompt": f"Where is order {number} of {number % 3} lamps?"} for number in range(100)]
@@ -37,6 +37,7 @@ def test_commands_and_program_run(tiny_model_folder: Callable[..., Path], tmp_pa
     assert (tmp_path / "runs/my/run/costs.json").is_file()
     assert (tmp_path / "runs/my/run/parity.json").is_file()
     assert (tmp_path / "runs/my/warm/model/model.safetensors").is_file()
+    assert not (tmp_path / "runs/my/self/draft").exists()
 
 
 def test_files_it_names_exist() -> None:

@@ -31,6 +31,8 @@ from decode.lookup import CascadeProposer, LookupProposer
 from decode.params import SamplingParams, SpeculationParams
 from decode.plain import PlainDecoder
 from decode.proposer import DraftModelProposer, Proposer
+from decode.self_draft import SelfDraft, new_adapter
+from decode.self_proposer import self_draft_proposer
 from decode.speculative import SpeculativeEngine
 
 Build = Callable[..., LlamaForCausalLM]
@@ -159,6 +161,29 @@ def test_speculative_text_is_that_of_plain_decoding(name: str) -> None:
     draft = DraftModelProposer(perturbed(target, 0.1), VOCAB)
     assert_speculates_exactly(target, draft)
     assert_speculates_exactly(target, CascadeProposer(LookupProposer(range(VOCAB)), draft), (0.05, 0.99))
+
+
+@pytest.mark.parametrize("kind", ["skipped attention", "skipped MLP", "exit", "adapter"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_target_drafts_for_itself(name: str, kind: str) -> None:
+    target = build(name)
+    before = {key: weight.clone() for key, weight in target.state_dict().items()}
+    config = target.config.to_dict()
+    tensors = None
+    if kind == "exit":
+        spec = SelfDraft(num_layers=1)
+    elif kind == "adapter":
+        spec, generator = SelfDraft(num_layers=1, adapter="layer"), torch.Generator().manual_seed(3)
+        # which would be the target's own last layer
+        tensors = {
+            name: weight + 0.1 * torch.randn(weight.shape, generator=generator)
+            for name, weight in new_adapter(target, "layer").items()
+        }
+    else:
+        spec = SelfDraft(skipped_attention=(1,)) if kind == "skipped attention" else SelfDraft(skipped_mlp=(0,))
+    assert_speculates_exactly(target, self_draft_proposer(target, spec, tensors=tensors), (-1, 0.95))
+    assert target.config.to_dict() == config
+    assert all(torch.equal(weight, before[key]) for key, weight in target.state_dict().items())
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])

@@ -43,6 +43,8 @@ from decode.plain import PlainDecoder
 from decode.proposer import DraftModelProposer, Proposal, Proposer
 from decode.sampler import BatchSampler
 from decode.sampling import Distribution
+from decode.self_draft import SelfDraft, new_adapter
+from decode.self_proposer import self_draft_proposer
 from decode.speculative import SpeculativeEngine
 from decode.trace import Trace
 from decode.verify import verify_block, verify_tokenwise
@@ -74,7 +76,7 @@ SAMPLED: dict[str, dict[str, Any]] = {
 GREEDY: dict[str, dict[str, Any]] = {"greedy": {}, "greedy with penalties": PENALTIES}
 SETTINGS = SAMPLED | GREEDY
 RULES = ("tokenwise", "block", "seeded")
-PROPOSERS = ("draft", "reduced draft", "lookup", "cascade")
+PROPOSERS = ("draft", "reduced draft", "lookup", "cascade", "skip", "exit", "exit, layer")
 DRAFT_VOCAB = torch.tensor([0, 2, 3, 5])
 # of some thousand honest p-values the smallest is about 1e-4, if no cell is so small that it has a tail of its own
 HONEST, WRONG, MIN_EXPECTED = 1e-5, 1e-6, 10
@@ -95,6 +97,20 @@ class Models:
             return draft
         if name == "reduced draft":
             return DraftModelProposer(self.reduced, VOCAB, DRAFT_VOCAB)
+        if name == "skip":
+            spec = SelfDraft(skipped_attention=(0,), skipped_mlp=(1,))
+            return self_draft_proposer(self.target, spec)
+        if name == "exit":
+            return self_draft_proposer(self.target, SelfDraft(num_layers=1))
+        if name == "exit, layer":
+            spec = SelfDraft(num_layers=1, adapter="layer")
+            # which would be the target's own last layer
+            generator = torch.Generator().manual_seed(0)
+            adapter = {
+                key: weight + 0.1 * torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
+                for key, weight in new_adapter(self.target, "layer").items()
+            }
+            return self_draft_proposer(self.target, spec, tensors=adapter)
         if name == "lookup":
             return LookupProposer(self.reference)
         # of so short a reference that some rows of a round have a match and others do not

@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
 from decode import SamplingParams, SpeculativeDecoder
-from decode.baselines import NUMS_ASSISTANT_TOKENS, TransformersBaselines
+from decode.baselines import NUMS_ASSISTANT_TOKENS, NUMS_EXIT_TOKENS, Assistance, TransformersBaselines
 from decode.progress import ProgressBar
 from decode.proposer import DraftModelProposer
 
@@ -79,14 +79,14 @@ def test_greedy_text_is_ours_in_every_mode(build: Build) -> None:
     assert baselines.plain(PROMPT, GREEDY) == text
     assert baselines.assisted(PROMPT, GREEDY) == text
     for number in NUMS_ASSISTANT_TOKENS:
-        assert baselines.assisted(PROMPT, GREEDY, number) == text
+        assert baselines.assisted(PROMPT, GREEDY, Assistance(number)) == text
 
 
 def test_it_stops_at_our_stop_tokens(build: Build) -> None:
     text = ours(build()[0], GREEDY)
     decoder, baselines = build(target={"eos_token_id": text[7]})
     end = text.index(text[7]) + 1
-    assert baselines.plain(PROMPT, GREEDY) == baselines.assisted(PROMPT, GREEDY, 3) == text[:end]
+    assert baselines.plain(PROMPT, GREEDY) == baselines.assisted(PROMPT, GREEDY, Assistance(3)) == text[:end]
     decoder.engine.stop_ids = frozenset()
     assert (
         TransformersBaselines(decoder, str(baselines.assistant.name_or_path), "float32").plain(PROMPT, GREEDY) == text
@@ -97,14 +97,14 @@ def test_what_the_models_configure_for_themselves_is_left_out(build: Build) -> N
     _, bare = build()
     sampled = SamplingParams(temperature=0.7, top_p=0.9, max_new_tokens=24)
     torch.manual_seed(0)
-    wanted = [bare.plain(PROMPT, sampled), bare.assisted(PROMPT, sampled, 2), bare.plain(PROMPT, GREEDY)]
+    wanted = [bare.plain(PROMPT, sampled), bare.assisted(PROMPT, sampled, Assistance(2)), bare.plain(PROMPT, GREEDY)]
     penalties = {"repetition_penalty": 9.0, "suppress_tokens": wanted[0], "min_p": 0.9, "top_k": 1, "do_sample": True}
     decoder, baselines = build(target=penalties, draft=penalties)
     own = decoder.target.generation_config
     torch.manual_seed(0)
     assert [
         baselines.plain(PROMPT, sampled),
-        baselines.assisted(PROMPT, sampled, 2),
+        baselines.assisted(PROMPT, sampled, Assistance(2)),
         baselines.plain(PROMPT, GREEDY),
     ] == wanted
     assert decoder.target.generation_config is own
@@ -132,7 +132,7 @@ def test_drafting_is_what_was_asked_for(build: Build, drafting: list[dict[str, A
     params = SamplingParams(temperature=temperature, max_new_tokens=40)
     _, baselines = build()
     for number in (1, 4):
-        baselines.assisted(PROMPT, params, number)
+        baselines.assisted(PROMPT, params, Assistance(number))
         assert drafting.pop() == {"tokens": number, "threshold": 0.0, "schedule": "constant", "drafted": number}
     baselines.assisted(PROMPT, params)
     default = drafting.pop()
@@ -142,7 +142,7 @@ def test_drafting_is_what_was_asked_for(build: Build, drafting: list[dict[str, A
 def test_by_default_the_drafts_own_settings_hold(build: Build, drafting: list[dict[str, Any]]) -> None:
     own = {"num_assistant_tokens": 7, "assistant_confidence_threshold": 0.1}
     _, baselines = build(draft=own)
-    baselines.assisted(PROMPT, GREEDY, 2)
+    baselines.assisted(PROMPT, GREEDY, Assistance(2))
     baselines.assisted(PROMPT, GREEDY)
     assert [(seen["tokens"], seen["threshold"]) for seen in drafting] == [(2, 0.0), (7, 0.1)]
 
@@ -151,10 +151,23 @@ def test_a_sweep_tries_every_number(build: Build, drafting: list[dict[str, Any]]
     _, baselines = build()
     bar = ProgressBar("sweep", 2 * len(NUMS_ASSISTANT_TOKENS))
     sweep = baselines.sweep([PROMPT, PROMPT[:2]], GREEDY, bar)
-    assert tuple(sweep) == NUMS_ASSISTANT_TOKENS
+    assert [each.num_tokens for each in sweep] == list(NUMS_ASSISTANT_TOKENS)
     assert min(sweep.values()) > 0
     assert [seen["tokens"] for seen in drafting] == 2 * list(NUMS_ASSISTANT_TOKENS)
     assert bar.done == bar.total
+
+
+def test_a_target_that_drafts_for_itself_exits_early(build: Build) -> None:
+    decoder, _ = build()
+    baselines = TransformersBaselines(decoder, None, "float32")
+    text, settings = ours(decoder, GREEDY), decoder.target.generation_config
+    assert {each.exit_layer for each in baselines.assistances} == {1, 2}
+    assert {each.num_tokens for each in baselines.assistances} == set(NUMS_EXIT_TOKENS)
+    for each in (None, *baselines.assistances):
+        assert baselines.assisted(PROMPT, GREEDY, each) == text
+    assert decoder.target.generation_config is settings
+    assert decoder.target.config.num_hidden_layers == 2
+    assert str(baselines.assistances[0]) == "1 by 1 layers"
 
 
 def test_a_vocabulary_padded_otherwise_is_refused(build: Build) -> None:

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from decode.baselines import Assistance
 from decode.bench import Run, Timing, _take_turns
 from decode.costs import Costs
 from decode.params import SamplingParams
@@ -12,7 +13,7 @@ from decode.progress import ProgressBar
 from decode.trace import Trace
 
 
-def timing(sweep: dict[int, float] | None = None, **runs: list[Run]) -> Timing:
+def timing(sweep: dict[Assistance, float] | None = None, **runs: list[Run]) -> Timing:
     return Timing(
         sampling=SamplingParams(),
         num_draft_tokens=2,
@@ -35,16 +36,16 @@ def test_ratios_are_taken_prompt_by_prompt() -> None:
     assert figures["ratio"] == 2.0
     assert figures["median_tokens_per_second"] == {"plain": 10.0, "speculative": 20.0}
     assert figures["realised_over_predicted"] == pytest.approx(0.8)
-    assert figures["best_num_assistant_tokens"] is figures["ratio_to_best_assisted"] is None
+    assert figures["best_assistance"] is figures["ratio_to_best_assisted"] is None
     assert figures["trace"]["committed"] == 0
     assert json.loads(json.dumps(figures))["runs"]["plain"][1] == {"num_tokens": 10, "seconds": 2.0}
 
 
 def test_the_best_of_transformers_is_what_we_are_measured_against() -> None:
     slow = [Run(5, 1.0), Run(5, 1.0), Run(5, 1.0)]
-    sweep = {1: 4.0, 2: 6.0, 3: 5.0}
+    sweep = {Assistance(1): 4.0, Assistance(2): 6.0, Assistance(3): 5.0}
     figures = timing(sweep, plain=PLAIN, speculative=FAST, transformers_assisted_best=slow).figures()
-    assert figures["best_num_assistant_tokens"] == 2
+    assert figures["best_assistance"] == "2"
     assert figures["ratio_to_best_assisted"] == 4.0
     assert figures["median_ratios_to_plain"]["transformers_assisted_best"] == 0.5
 
