@@ -161,7 +161,8 @@ class SpeculativeDecoder:
             for name, value in {"draft_dtype": draft_dtype, "draft_device": draft_device}.items():
                 if value is not None:
                     raise ValueError(f"{name}: the target of pair {draft} drafts for itself, as it is; leave it out")
-            refuse_other_target(pair.target, describe_target(target, tokenizer), f"pair {draft}")
+            # a config's hash changes with the release of transformers; what the draft needs of it is checked below
+            refuse_other_target(pair.target, describe_target(target, tokenizer), f"pair {draft}", ("tokenizer_sha256",))
             target_model = load_model(target, dtype, "target")
             draft_vocab = load_draft_vocab(folder)
             spec = SelfDraft.of(pair.self_draft)

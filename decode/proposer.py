@@ -116,7 +116,7 @@ class DraftModelProposer:
 
     def _catch_up(self, sequences: list[list[int]]) -> Tensor:
         """Forget rejected tokens, feed what was committed since, and return logits [rows, columns] after the last."""
-        known = self._num_known(sequences)
+        known = self._with_room(self._num_known(sequences), list(map(len, sequences)))
         self.cached.rollback(known)
         if max(len(ids) - start for start, ids in zip(known, sequences, strict=True)) > MAX_UNREAD_WITH_LOGITS:
             self._read(sequences)
@@ -127,6 +127,13 @@ class DraftModelProposer:
         logits = self.cached.forward(self._readable(padded), counts)
         last = logits[:, 0] if width == 1 else logits[torch.arange(len(counts)), torch.tensor(counts) - 1]
         return self._meaningful(last).to(self.device)
+
+    def _with_room(self, known: list[int], lengths: list[int]) -> list[int]:
+        """Less of rows near the end of the cache, which are fed as many tokens as the row furthest behind."""
+        room = self.cached.capacity + self.cached.spare
+        while max(known) + (width := max(length - start for length, start in zip(lengths, known, strict=True))) > room:
+            known = [min(start, room - width) for start in known]
+        return known
 
     def _read(self, sequences: list[list[int]]) -> None:
         """What is not known of each but for its last token."""

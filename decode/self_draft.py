@@ -59,6 +59,8 @@ class SelfDraft:
                 raise TypeError("layers are whole numbers, and bits are 8 or 4")
             if spec.adapter not in (*get_args(AdapterKind), None) or (spec.adapter and not spec.num_layers):
                 raise TypeError("adapter is mlp or layer, and follows num_layers layers")
+            if spec.adapter and not spec.keeps_early_states:
+                raise TypeError("an adapter follows layers as they are")
         except TypeError as error:
             raise ValueError(f"self_draft: is not understood: {error}") from error
         return spec
@@ -166,6 +168,8 @@ def _rounded(model: PreTrainedModel, bits: Literal[8, 4]) -> PreTrainedModel:
     except ImportError as error:
         raise ValueError(f"bits: {bits} needs torchao; pip install 'draftsmith[quantised]'") from error
     linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
+    if len(linears) < 2:
+        raise ValueError(f"bits: the matrices of model type {model.config.model_type!r} are of a kind of their own")
     copies = nn.ModuleList(shadow(linear, {}) for linear in linears.values())
     group = math.gcd(GROUP, *(linear.in_features for linear in linears.values()))
     dtype = torch.int8 if bits == 8 else torch.int4  # type: ignore[attr-defined]
@@ -177,9 +181,10 @@ def _rounded(model: PreTrainedModel, bits: Literal[8, 4]) -> PreTrainedModel:
 @contextmanager
 def _without_warnings() -> Iterator[None]:
     """torchao tells everyone which of its programs for GPUs could not be loaded."""
-    logging.disable(logging.WARNING)
+    before = logging.root.manager.disable
+    logging.disable(max(before, logging.WARNING))
     try:
         with warnings.catch_warnings(action="ignore"):
             yield
     finally:
-        logging.disable(logging.NOTSET)
+        logging.disable(before)

@@ -209,6 +209,7 @@ class ExitProposer(SelfDraftProposer):
         self.cached.feed(tokens[:, -1:])
         self.cached.rollback(known)
         self.left = torch.cat([*self.states, self.left], dim=1)
+        self.num_read = [length + 1 for length in self.num_read]  # the last drafted token too
         return self.cached_rest.forward(tokens)
 
 

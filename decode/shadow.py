@@ -46,7 +46,12 @@ def places_of(model: PreTrainedModel, role: str = "target") -> Places:
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
             children = [{child for child, _ in layer.named_children()} for layer in module]
-            attention = [known for known in ATTENTION_NAMES if all(known in each for each in children)]
+            # one that says which place in the cache is its own
+            attention = [
+                known
+                for known in ATTENTION_NAMES
+                if all(hasattr(getattr(layer, known, None), "layer_idx") for layer in module)
+            ]
             mlp = [known for known in MLP_NAMES if all(known in each for each in children)]
             if len(attention) == len(mlp) == 1:
                 return Places(name, attention[0], mlp[0], num_layers)
@@ -63,9 +68,17 @@ def shadow(module: Any, replaced: Mapping[str, nn.Module], name: str = "") -> An
         module: stays as it is.
         replaced: what to have instead, by dotted name.
         name: of `module` among those.
+
+    Raises:
+        ValueError: a module around such a place has a forward of its own, bound to what it holds now.
     """
     if name in replaced:
         return replaced[name]
+    if "forward" in vars(module) and any(other.startswith(f"{name}.") or not name for other in replaced):
+        raise ValueError(
+            f"target: its module {name or 'model'} has a forward of its own, which would not notice that parts of it "
+            "are replaced; load it without hooks (device_map) to let it draft for itself"
+        )
     twin = copy.copy(module)
     twin._parameters = dict(module._parameters)
     twin._modules = {

@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 # layers to keep when nothing says what the draft is made of
 NUM_LAYERS = 4
+NUM_DRAFT_TOKENS = 3
 # what widths of feed-forward layers are multiples of
 WIDTH_STEP = 32
 
@@ -49,6 +50,8 @@ def build(config: BuildConfig) -> Path:
     output = Path(config.output)
     tokenizer = load_tokenizer(config.target, "target")
     resolved = {**asdict(config), "layers": _wanted_layers(config)}
+    if config.kind == "model":
+        resolved["num_draft_tokens"] = config.num_draft_tokens or NUM_DRAFT_TOKENS
     if output.exists():
         _refuse_other_pair(output, resolved)
         logger.info("%s is complete already; nothing to do", output)
@@ -83,7 +86,8 @@ def build(config: BuildConfig) -> Path:
         target=describe_target(config.target, tokenizer),
         draft_kind=config.kind,
         self_draft={} if spec is None else asdict(spec),
-        num_draft_tokens=found.get("calibration", {}).get("num_draft_tokens", config.num_draft_tokens),
+        num_draft_tokens=config.num_draft_tokens
+        or found.get("calibration", {}).get("num_draft_tokens", NUM_DRAFT_TOKENS),
         provenance={**provenance(resolved), **found},
     ).save(temporary)
     publish(temporary, output)

@@ -113,7 +113,7 @@ class FreshConfig:
                 raise ValueError(f"fresh.{name}: {value} is not possible; give 1 or more")
 
 
-SELF_DRAFT_OPTIONS = ("skipped_attention", "skipped_mlp", "exit_layer", "adapter", "bits")
+SELF_DRAFT_OPTIONS = ("skipped_attention", "skipped_mlp", "exit_layer", "adapter", "low_rank_share", "bits")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +131,7 @@ class BuildConfig:
         exit_layer: layers to draft with, where kind is exit; null chooses the number on responses
         adapter: what follows the first layers, where kind is exit, for `spec-distill run` to train: a layer of its own
             (layer), or one without attention (mlp); both begin as the target's last
-        low_rank_share: weights of the small matrices over those of the large ones, where kind is low_rank
+        low_rank_share: weights of the small matrices over those of the large ones, where kind is low_rank; null is 0.5
         bits: of the matrices, 8 or 4; for quantised, where null is 8, and beside skipping or an exit
         layers: which layers of the target to keep, in order, from 0; or how many; null is 4 without draft and fresh
         choose: where layers says how many, those evenly spaced from first to last (even), or those left after dropping
@@ -143,7 +143,8 @@ class BuildConfig:
         vocab_coverage: instead of a size, the share of probability mass to hold, with as few tokens as do, such as 0.98
         responses: what `spec-distill respond` wrote; needed for choose greedy, vocab_size and vocab_coverage, and to
             choose what to skip or where to exit
-        num_draft_tokens: tokens to draft a round unless the caller says otherwise
+        num_draft_tokens: tokens to draft a round unless the caller says otherwise; null is 3, or what is found to be
+            best for a target that drafts for itself
     """
 
     target: str
@@ -153,7 +154,7 @@ class BuildConfig:
     skipped_mlp: list[int] | None = None
     exit_layer: int | None = None
     adapter: AdapterKind | None = None
-    low_rank_share: float = 0.5
+    low_rank_share: float | None = None
     bits: Literal[8, 4] | None = None
     layers: int | list[int] | None = None
     choose: Literal["even", "greedy"] = "even"
@@ -163,7 +164,7 @@ class BuildConfig:
     vocab_size: int | None = None
     vocab_coverage: float | None = None
     responses: str | None = None
-    num_draft_tokens: int = 3
+    num_draft_tokens: int | None = None
 
     def __post_init__(self) -> None:
         """Raises ValueError for a value that cannot be meant."""
@@ -179,9 +180,13 @@ class BuildConfig:
             raise ValueError(
                 f"{min(given - {'bits'})}: with kind quantised nothing is left out; give kind skip or exit"
             )
-        if self.kind == "low_rank" and given:
-            raise ValueError(f"{min(given)}: goes with no kind low_rank; leave it out")
-        if not 0 < self.low_rank_share < 1:
+        if self.kind == "low_rank" and given - {"low_rank_share"}:
+            raise ValueError(f"{min(given - {'low_rank_share'})}: goes with no kind low_rank; leave it out")
+        if self.kind != "low_rank" and self.low_rank_share is not None:
+            raise ValueError("low_rank_share: is for kind low_rank; leave it out")
+        if self.kind != "model" and self.choose == "greedy":
+            raise ValueError("choose: greedy chooses layers for a draft of its own; leave it out, or give kind model")
+        if self.low_rank_share is not None and not 0 < self.low_rank_share < 1:
             raise ValueError(f"low_rank_share: {self.low_rank_share} is not possible; give a share such as 0.5")
         if self.kind == "exit" and given & {"skipped_attention", "skipped_mlp"}:
             raise ValueError("skipped_attention: with kind exit whole layers are left out; give kind skip")
@@ -208,8 +213,9 @@ class BuildConfig:
         if self.vocab_coverage is not None and not 0 < self.vocab_coverage <= 1:
             raise ValueError(f"vocab_coverage: {self.vocab_coverage} is not possible; give a share such as 0.98")
         for name in ("calibration_tokens", "num_draft_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: {getattr(self, name)} is not possible; give 1 or more")
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}: {value} is not possible; give 1 or more")
 
 
 @dataclass(frozen=True, kw_only=True)

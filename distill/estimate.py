@@ -99,7 +99,7 @@ def _extrapolated(
         tokens_per_second=tokens_per_second,
         minutes=(num_steps * seconds + evaluating) / 60,
         evaluation_minutes=evaluating / 60,
-        disk_bytes=disk_bytes(prepared.task.module, train),
+        disk_bytes=disk_bytes(prepared.task.module, train, saves_all=not prepared.task.own),
         memory_bytes=_peak_memory_bytes(),
     )
 

@@ -108,16 +108,20 @@ class Calibration:
             self.log_p = [self.head.log_probabilities(states) for states in self._hidden_states()]
 
     @torch.inference_mode()
-    def alpha(self, draft: PreTrainedModel | None = None) -> float:
+    def alpha(self, draft: PreTrainedModel | None = None, draft_vocab: Tensor | None = None) -> float:
         """Mean over the response tokens of sum_v min(p, q) at temperature 1.
 
         Args:
-            draft: a shadow of the target with its head, which q is of; None for the layers the target has now.
+            draft: a shadow of the target, which q is of; None for the layers the target has now.
+            draft_vocab: int64 ids of the columns of its head, where those are not all; p is not renormalised over them.
         """
-        shared = [
-            acceptance(log_p, self.head.log_probabilities(states))
-            for log_p, states in zip(self.log_p, self._hidden_states(draft), strict=True)
-        ]
+        shared = []
+        for log_p, states in zip(self.log_p, self._hidden_states(draft), strict=True):
+            if draft is None:
+                log_q = self.head.log_probabilities(states)
+            else:
+                log_q = self.head.scaled(draft.get_output_embeddings()(states).float()).log_softmax(dim=-1)
+            shared.append(acceptance(log_p if draft_vocab is None else log_p[:, draft_vocab.to(log_p.device)], log_q))
         return float(torch.cat(shared).mean())
 
     @torch.inference_mode()

@@ -67,7 +67,7 @@ def factorise(target: PreTrainedModel, calibration: Calibration, share: float) -
     found: dict[tuple[str, ...], Factorised] = {}
     with ProgressBar("factorising", len(groups)) as bar:
         for group in groups:
-            weight = torch.cat([linears[name].weight.detach().float() for name in group])
+            weight = torch.cat([linears[name].weight.detach().float().cpu() for name in group])
             found[group] = _factorised(weight, moments[group[0]])
             bar.advance(1)
     ranks = choose_ranks({group: each.losses for group, each in found.items()}, _sizes(found), share)
@@ -117,7 +117,7 @@ def _sizes(found: dict[tuple[str, ...], Factorised]) -> dict[tuple[str, ...], tu
 
 def _factorised(weight: Tensor, moments: Tensor) -> Factorised:
     """Of [outputs, inputs], fp32, whose inputs have these second moments [inputs, inputs]."""
-    damping = DAMPING * moments.diagonal().mean()
+    damping = DAMPING * moments.diagonal().mean() + torch.finfo(torch.float32).eps
     root = torch.linalg.cholesky(moments + damping * torch.eye(len(moments)))  # x = root z, where z is white
     up, values, white = torch.linalg.svd(weight @ root, full_matrices=False)
     down = torch.linalg.solve_triangular(root, white, upper=False, left=False)

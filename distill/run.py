@@ -72,7 +72,7 @@ def distill(config: RunConfig) -> FitResult:
     datasets.disable_progress_bars()
     prepared = prepare(config)
     task = prepared.task
-    refuse_full_disk(task.module, config.train)
+    refuse_full_disk(task.module, config.train, saves_all=not task.own)
     result = fit(task, prepared.rows, prepared.lengths, config.train, prepared.resolved_config, result_name="pair")
     if config.parity_prompts and PartialState().is_main_process:
         if (reason := why_unprovable(task, config)) is None:
@@ -117,6 +117,8 @@ def prepare(config: RunConfig) -> Prepared:
         whole, spec = load_model(target_name, "float32", "draft"), SelfDraft.of(pair.self_draft)
         draft = self_draft(whole, spec, tensors=tensors)
         own = own_parameters(draft, spec, whole)
+        if config.train_embeddings:
+            raise ValueError("train_embeddings: those of a target that drafts for itself stay as they are; use false")
     passing = [draft] if record else [draft, target]  # those that texts go through
     reference = _reference(config)
     _refuse_unknown_tokens(texts, [target, draft])
@@ -217,7 +219,10 @@ def _costs(config: RunConfig, target_name: str) -> Costs | None:
 def _reference(config: RunConfig) -> PreTrainedModel | None:
     if config.objective.reference is None or config.objective.selected_fraction == 1:
         return None
-    Pair.load(Path(config.objective.reference))
+    if (kind := Pair.load(Path(config.objective.reference)).draft_kind) != "model":
+        raise ValueError(
+            f"reference: {config.objective.reference} has no draft of its own ({kind}); give a pair with one"
+        )
     return load_model(str(Path(config.objective.reference) / "draft"), "float32", "reference")
 
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from decode.costs import Costs, measure_costs
 from decode.decoder import SpeculativeDecoder
+from decode.pair import describe_target
 from decode.params import SamplingParams
 from decode.progress import ProgressBar
 from decode.self_draft import SelfDraft, new_adapter, self_draft
@@ -23,6 +24,8 @@ from train.checkpoint import write_text
 from .config import BuildConfig
 from .layers import Calibration
 from .low_rank import factorise
+from .parts import read_record
+from .responses import RECORD
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +33,7 @@ logger = logging.getLogger(__name__)
 NUM_CANDIDATES = 8
 # sublayers in a row whose going makes nothing better, after which the search ends
 PATIENCE = 8
+LOW_RANK_SHARE = 0.5
 SAMPLING = SamplingParams(temperature=1.0)
 
 Sublayer = tuple[Literal["attention", "mlp"], int]
@@ -107,18 +111,21 @@ def choose_self_draft(
     measured: dict[str, float] = {}
     if config.kind == "skip" and config.skipped_attention is None and config.skipped_mlp is None:
         costs = measure_sublayers(target, tokenizer, spec, draft_vocab)
-        measured = _kept_alphas(config)
-        spec = _search(spec, costs, calibration, measured, lambda: _keep_alphas(config, measured))
+        of = _searched(config, tokenizer, draft_vocab)
+        measured = _kept_alphas(config, of)
+        spec = _search(spec, costs, calibration, draft_vocab, measured, lambda: _keep_alphas(config, of, measured))
     elif config.kind == "exit" and config.exit_layer is None:
+        if places.num_layers < 2:
+            raise ValueError("kind: a target of one layer has no exit before its end; give another kind")
         costs = measure_sublayers(target, tokenizer, spec, draft_vocab)
         depths = [replace(spec, num_layers=depth, adapter=None) for depth in range(1, places.num_layers)]
         with ProgressBar("choosing the exit", len(depths)) as bar:
-            worths = {each: Worth.of(_alpha(each, calibration, bar), costs.of(each)) for each in depths}
+            worths = {each: Worth.of(_alpha(each, calibration, draft_vocab, bar), costs.of(each)) for each in depths}
         best = max(worths, key=lambda each: worths[each].predicted_speedup)
         spec = replace(spec, num_layers=best.num_layers)
     elif config.kind == "low_rank":
-        tensors = factorise(target, calibration, config.low_rank_share)
-    alpha = calibration.alpha(self_draft(target, spec, tensors=tensors))
+        tensors = factorise(target, calibration, config.low_rank_share or LOW_RANK_SHARE)
+    alpha = calibration.alpha(self_draft(target, spec, draft_vocab, tensors), draft_vocab)
     worth = Worth.of(alpha, _costs(target, tokenizer, spec, draft_vocab, tensors))
     logger.info(
         "drafting so is accepted at %.3f and costs %.2f of a target pass: %.2f times as fast as plain decoding is "
@@ -170,6 +177,7 @@ def _search(
     start: SelfDraft,
     costs: SublayerCosts,
     calibration: Calibration,
+    draft_vocab: Tensor | None,
     alphas: dict[str, float],
     keep: Callable[[], None],
 ) -> SelfDraft:
@@ -179,6 +187,7 @@ def _search(
         start: what is left out already.
         costs: of sublayers.
         calibration: text to measure acceptance on.
+        draft_vocab: int64 ids of a reduced output vocabulary.
         alphas: what was measured by an earlier attempt, by `_name`; added to.
         keep: called after each measurement.
     """
@@ -197,7 +206,8 @@ def _search(
             for sublayer in candidates:
                 tried = _without(spec, sublayer)
                 if (name := _name(tried)) not in alphas:
-                    alphas[name] = calibration.alpha(self_draft(calibration.target, tried))
+                    draft = self_draft(calibration.target, tried, draft_vocab)
+                    alphas[name] = calibration.alpha(draft, draft_vocab)
                     keep()
                 last_tried[sublayer] = alphas[name]
                 worths[sublayer] = Worth.of(alphas[name], costs.of(tried))
@@ -221,8 +231,8 @@ def _without(spec: SelfDraft, sublayer: Sublayer) -> SelfDraft:
     return replace(spec, skipped_mlp=tuple(sorted((*spec.skipped_mlp, layer))))
 
 
-def _alpha(spec: SelfDraft, calibration: Calibration, bar: ProgressBar) -> float:
-    alpha = calibration.alpha(self_draft(calibration.target, spec))
+def _alpha(spec: SelfDraft, calibration: Calibration, draft_vocab: Tensor | None, bar: ProgressBar) -> float:
+    alpha = calibration.alpha(self_draft(calibration.target, spec, draft_vocab), draft_vocab)
     bar.advance(1)
     return alpha
 
@@ -236,21 +246,21 @@ def _path_of_alphas(config: BuildConfig) -> Path:
     return output.parent / f".{output.name}.search.json"
 
 
-def _kept_alphas(config: BuildConfig) -> dict[str, float]:
+def _kept_alphas(config: BuildConfig, of: list[Any]) -> dict[str, float]:
     """What an interrupted search of the same kind has measured."""
     path = _path_of_alphas(config)
     content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    if content.get("of") != _searched(config):
+    if content.get("of") != of:
         return {}
     logger.info("going on with %d measurements of an interrupted search", len(content["alphas"]))
     alphas: dict[str, float] = content["alphas"]
     return alphas
 
 
-def _keep_alphas(config: BuildConfig, alphas: dict[str, float]) -> None:
+def _keep_alphas(config: BuildConfig, of: list[Any], alphas: dict[str, float]) -> None:
     path = _path_of_alphas(config)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps({"of": _searched(config), "alphas": alphas}))
+    write_text(path, json.dumps({"of": of, "alphas": alphas}))
 
 
 def forget_search(config: BuildConfig) -> None:
@@ -258,6 +268,9 @@ def forget_search(config: BuildConfig) -> None:
     _path_of_alphas(config).unlink(missing_ok=True)
 
 
-def _searched(config: BuildConfig) -> list[Any]:
-    """What acceptance depends on."""
-    return [config.target, config.responses, config.calibration_tokens]
+def _searched(config: BuildConfig, tokenizer: Tokenizer, draft_vocab: Tensor | None) -> list[Any]:
+    """What acceptance depends on, as JSON has it."""
+    assert config.responses is not None
+    ids = None if draft_vocab is None else draft_vocab.tolist()
+    record = read_record(config.responses, RECORD)
+    return [describe_target(config.target, tokenizer), config.responses, record, config.calibration_tokens, ids]

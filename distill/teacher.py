@@ -49,7 +49,10 @@ class Head:
         return self._finish(hidden.to(weight.dtype) @ weight.T, bias)
 
     def _finish(self, products: Tensor, bias: Tensor | None) -> Tensor:
-        logits = products.float() if bias is None else products.float() + bias.float()
+        return self.scaled(products.float() if bias is None else products.float() + bias.float())
+
+    def scaled(self, logits: Tensor) -> Tensor:
+        """What the model does to the outputs of its head, fp32."""
         if self.scale != 1:
             logits = self.scale * logits
         return logits if self.soft_cap is None else self.soft_cap * torch.tanh(logits / self.soft_cap)

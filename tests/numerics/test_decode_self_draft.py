@@ -159,6 +159,21 @@ def test_there_is_no_second_cache(tiny_llama: Build) -> None:
         assert proposer.cached.cache is target.cache
 
 
+@pytest.mark.parametrize(
+    ("known", "lengths"), [([30, 30], [31, 32]), ([38, 12], [39, 30]), ([0, 39], [40, 40]), ([20, 39], [39, 40])]
+)
+def test_rows_far_behind_do_not_push_others_out_of_the_cache(
+    known: list[int], lengths: list[int], tiny_llama: Build
+) -> None:
+    proposer = self_draft_proposer(tiny_llama(seed=1, **SHAPE), SelfDraft(num_layers=1))
+    proposer.cached = CachedModel(tiny_llama(seed=1, **SHAPE), 2, 40, 3)
+    found = proposer._with_room(known, lengths)
+    width = max(length - start for length, start in zip(lengths, found, strict=True))
+    assert max(found) + width <= 43
+    assert all(0 <= mine <= theirs for mine, theirs in zip(found, known, strict=True))
+    assert found == known or max(known) + max(a - b for a, b in zip(lengths, known, strict=True)) > 43
+
+
 def test_layers_that_are_not_there(tiny_llama: Build) -> None:
     model = tiny_llama(seed=1, **SHAPE)
     for spec, said in (

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from decode import SpeculativeDecoder
 from decode.costs import Costs
-from decode.pair import Pair, load_tensors
+from decode.pair import Pair, load_model, load_tensors
 from decode.params import SamplingParams, SpeculationParams
 from decode.self_draft import SelfDraft
 from distill import self_draft
@@ -123,7 +124,7 @@ def test_an_interrupted_search_measures_nothing_twice(
         made(target, tmp_path / "parts", **options)
     kept = json.loads((tmp_path / ".parts.search.json").read_text())["alphas"]
     assert len(kept) == 13
-    monkeypatch.setattr(Calibration, "alpha", lambda self, draft: calls.append(1) or measure(self, draft))
+    monkeypatch.setattr(Calibration, "alpha", lambda self, *rest: calls.append(1) or measure(self, *rest))
     found = made(target, tmp_path / "parts", **options)
     assert found.self_draft == expected.self_draft
     assert not (tmp_path / ".parts.search.json").exists()
@@ -144,6 +145,49 @@ def test_what_does_not_pay_is_said(
     monkeypatch.setattr(self_draft, "_costs", lambda *arguments: Costs(1.0, 5.0, [1.0] * 9))
     made(target, tmp_path / "pair", kind="quantised", responses=str(responses), calibration_tokens=20)
     assert "this does not pay on this machine" in caplog.text
+
+
+def test_who_says_how_many_tokens_to_draft_is_heard(
+    target: Path, responses: Path, tmp_path: Path, known_costs: None
+) -> None:
+    options: dict[str, Any] = dict(kind="exit", exit_layer=1, responses=str(responses), calibration_tokens=20)
+    found = made(target, tmp_path / "found", **options)
+    assert found.num_draft_tokens == found.provenance["calibration"]["num_draft_tokens"] != 7
+    assert made(target, tmp_path / "told", num_draft_tokens=7, **options).num_draft_tokens == 7
+
+
+def test_acceptance_is_that_of_the_reduced_vocabulary(target: Path, responses: Path, tmp_path: Path) -> None:
+    """Of the whole model what is lost is p's mass beyond those tokens, and no less."""
+    model = load_model(str(target), role="target")
+    calibration, ids = Calibration(model, str(responses), 50), torch.arange(0, 259, 2)
+    (log_p,) = calibration.log_p
+    spec = SelfDraft()
+    reduced = calibration.alpha(self_draft.self_draft(model, spec, ids), ids)
+    p = log_p.exp()
+    q = p[:, ids] / p[:, ids].sum(dim=1, keepdim=True)
+    assert reduced == pytest.approx(float(torch.minimum(p[:, ids], q).sum(dim=1).mean()), rel=1e-4)
+    assert reduced < 0.9 < calibration.alpha(self_draft.self_draft(model, spec))
+
+
+def test_a_pair_outlives_a_release_of_transformers(target: Path, tmp_path: Path) -> None:
+    """Whose config has other defaults, and so another hash."""
+    pair = made(target, tmp_path / "pair", kind="skip", skipped_attention=[1])
+    pair.target["config_sha256"] = "of another release"
+    pair.save(tmp_path / "pair")
+    SpeculativeDecoder.from_pretrained(None, str(tmp_path / "pair"))
+    pair.target["tokenizer_sha256"] = "of another tokenizer"
+    pair.save(tmp_path / "pair")
+    with pytest.raises(ValueError, match=r"made for target .*, whose tokenizer is not that of"):
+        SpeculativeDecoder.from_pretrained(None, str(tmp_path / "pair"))
+
+
+def test_hooks_that_would_undo_it_are_refused(target: Path) -> None:
+    model = load_model(str(target), role="target")
+    layer = model.get_decoder().layers[1]
+    layer.forward = layer.forward
+    with pytest.raises(ValueError, match=r"its module model.layers.1 has a forward of its own.*load it without hooks"):
+        self_draft.self_draft(model, SelfDraft(skipped_attention=(1,)))
+    self_draft.self_draft(model, SelfDraft(skipped_attention=(2,)))
 
 
 def test_costs_add_up() -> None:
@@ -170,6 +214,10 @@ def test_costs_add_up() -> None:
             "skipped_attention: with kind exit whole layers are left out; give kind sk",
         ),
         (dict(kind="skip", exit_layer=1), "exit_layer: is for kind exit; leave it out"),
+        (dict(kind="skip", skipped_mlp=[1], low_rank_share=0.3), "low_rank_share: is for kind low_rank; leave it out"),
+        (dict(kind="exit", exit_layer=1, choose="greedy"), "choose: greedy chooses layers for a draft of its own"),
+        (dict(kind="exit", exit_layer=1, adapter="mlp", bits=8), "bits: an adapter follows layers as they are"),
+        (dict(kind="low_rank", low_rank_share=1.0), "low_rank_share: 1.0 is not possible; give a share such as 0.5"),
         (dict(kind="skip"), "responses: what to skip is chosen on responses; name their folder"),
         (dict(kind="exit"), "responses: where to exit is chosen on responses; name their folder"),
         (dict(kind="skip", skipped_mlp=[9]), "skipped_mlp: there is no layer 9; the target has 0 to 3"),
@@ -190,6 +238,7 @@ def test_pairs_that_are_not_understood(target: Path, tmp_path: Path) -> None:
         ({"draft_kind": "magic"}, "draft_kind is 'magic', this release knows model, skip, exit, low_rank, quantised"),
         ({"self_draft": {}}, "self_draft must be an object, empty for draft_kind 'model' alone"),
         ({"self_draft": {"sheets": 3}}, "self_draft: is not understood"),
+        ({"self_draft": {"adapter": "mlp", "num_layers": 1, "bits": 8}}, "an adapter follows layers as they are"),
         ({"self_draft": {"bits": 3}}, "self_draft: is not understood: layers are whole numbers, and bits are 8 or 4"),
     ):
         path.write_text(json.dumps(content | changes))
@@ -229,6 +278,8 @@ def test_what_is_its_own_learns(target: Path, responses: Path, tmp_path: Path, k
     config = RunConfig(
         pair=str(tmp_path / "untrained"), responses=str(responses), train=train, measure_speed=False, parity_prompts=0
     )
+    with pytest.raises(ValueError, match="train_embeddings: those of a target that drafts for itself stay as they are"):
+        distill(replace(config, train_embeddings=True))
     distill(config)
     folder = tmp_path / "run" / "pair"
     pair = Pair.load(folder)
