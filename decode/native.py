@@ -329,9 +329,9 @@ class NativeForward:
         if isinstance(linears[0], LowRankLinear):
             inner = self._matrix([linears[0].inner])
             self.inner.append(inner)
-        weights: list[Any] = [linear.weight.detach() for linear in linears]
-        if type(weights[0]) is Tensor:
-            weight = joined(weights)
+        weights: list[Any] = [linear.weight for linear in linears]
+        if not _is_quantised(weights[0]):
+            weight = joined([each.detach() for each in weights])
             packed, scales, bits = weight.view(-1, 16, weight.shape[1] // 2, 2).transpose(1, 2), None, 16
         else:
             weight, bits = joined([each.qdata for each in weights]), _bits(weights[0])
@@ -362,11 +362,16 @@ def can_multiply(model: PreTrainedModel) -> bool:
 
     def fits(linear: nn.Linear) -> bool:
         weight: Any = linear.weight
-        if type(weight.detach()) is not Tensor:
+        if _is_quantised(weight):
             return linear.in_features % GROUP == 0 and weight.block_size == (1, GROUP)
         return linear.in_features % BLOCK == 0
 
     return all(fits(module) for module in model.modules() if isinstance(module, nn.Linear))
+
+
+def _is_quantised(weight: Any) -> bool:
+    """By torchao. Such a weight cannot be detached where inference mode has begun since it was made."""
+    return hasattr(weight, "qdata")
 
 
 def _bits(weight: Any) -> int:

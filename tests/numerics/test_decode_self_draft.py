@@ -22,7 +22,7 @@ from decode.shadow import places_of
 from decode.speculative import SpeculativeEngine
 
 Build = Callable[..., LlamaForCausalLM]
-SHAPE: dict[str, Any] = dict(num_layers=4, hidden_size=64, intermediate_size=96, head_dim=32, vocab_size=150)
+SHAPE: dict[str, Any] = dict(num_layers=4, hidden_size=64, intermediate_size=128, head_dim=32, vocab_size=150)
 TEXTS = [[5, 9, 30, 31, 32, 7], [5, 9, 77]]  # ragged
 DRAFTED = torch.tensor([[11, 12, 13], [99, 98, 97]])
 SPECS = {
@@ -104,6 +104,18 @@ def test_every_way_computes_the_same(spec: SelfDraft, tiny_llama: Build) -> None
             assert error(found, truth) < min(1.5 * error(other, truth), 0.1 * float(truth.std()))
     if available():
         assert CachedModel(rounded, 1, 8).fast.native is not None  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_it_decodes_in_bfloat16_too(spec: SelfDraft, tiny_llama: Build) -> None:
+    """Which C++ does where it can, with a draft that was made before inference began."""
+    model = tiny_llama(seed=1, **SHAPE).bfloat16()
+    proposer = self_draft_proposer(model, spec, torch.arange(0, 150, 2), adapter_for(model, spec))
+    engine = SpeculativeEngine(model, proposer, SpeculationParams(num_draft_tokens=2, never_slower=False))
+    completions, traces = engine.generate_ids(TEXTS, SamplingParams(max_new_tokens=12, temperature=1.0))
+    assert [len(completion.ids) for completion in completions] == [12, 12]
+    assert sum(trace.num_drafted for trace in traces) > 10
+    assert (proposer.fast is not None) == available()
 
 
 @torch.inference_mode()
