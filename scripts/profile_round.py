@@ -64,7 +64,8 @@ def profile(options: argparse.Namespace) -> dict[str, list[float]]:
             for name, decoder in decoders.items():
                 (ids,) = decoder.encode_all([prompt], params)
                 torch.manual_seed(number)
-                with clocks[setting, name] as clock:
+                clock = clocks[setting, name]
+                with clock:
                     _, (trace,) = decoder.engine.generate_ids(
                         [ids], replace(params, max_new_tokens=options.max_new_tokens)
                     )
