@@ -83,7 +83,8 @@ class TransformersBaselines:
         Args:
             prompt: token ids.
             params: sampling parameters.
-            assistance: a fixed way; None leaves it to transformers and the draft's own settings.
+            assistance: a fixed way; None leaves it to transformers and the draft's own settings, and has a target that
+                exits early do so after half of its layers.
         """
         settings = self.default
         if assistance is not None:
@@ -93,7 +94,7 @@ class TransformersBaselines:
                 assistant_confidence_threshold=0.0,  # off; None would be replaced by 0.4
             )
         if self.exits:
-            middle = self.target.config.get_text_config().num_hidden_layers // 2
+            middle = max(1, self.target.config.get_text_config().num_hidden_layers // 2)
             exit_layer = middle if assistance is None else assistance.exit_layer
             return self._generate(prompt, params, settings, assistant_early_exit=exit_layer)
         return self._generate(prompt, params, settings, assistant_model=self.assistant)

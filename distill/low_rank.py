@@ -82,7 +82,8 @@ def factorise(target: PreTrainedModel, calibration: Calibration, share: float) -
         factors |= {f"{name}.up": part.clone() for name, part in zip(group, parts, strict=True)}
     if not factors:
         raise ValueError("kind: two factors make no matrix of this target smaller; give another kind than low_rank")
-    logger.info("ranks: %s", ", ".join(f"{group[0]} {rank}" for group, rank in ranks.items()))
+    chosen = sorted(down.shape[0] for name, down in factors.items() if name.endswith(".down"))
+    logger.info("%d of %d inputs have factors, of rank %d to %d", len(chosen), len(groups), chosen[0], chosen[-1])
     return factors
 
 

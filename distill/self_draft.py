@@ -108,7 +108,6 @@ def choose_self_draft(
     if config.responses is None:
         return spec, tensors, {}
     calibration = Calibration(target, config.responses, config.calibration_tokens)
-    measured: dict[str, float] = {}
     if config.kind == "skip" and config.skipped_attention is None and config.skipped_mlp is None:
         costs = measure_sublayers(target, tokenizer, spec, draft_vocab)
         of = _searched(config, tokenizer, draft_vocab)
