@@ -34,7 +34,16 @@ class ForwardClock:
             self.seconds_of[cached.model] += perf_counter() - began  # type: ignore[assignment]
             return logits
 
+        self._draft = CachedModel.draft
+
+        def drafted(cached: CachedModel, *args: Any, **kwargs: Any) -> Tensor:
+            tokens = self._draft(cached, *args, **kwargs)
+            self.seconds_of[cached.model] += cached.seconds_of_passes  # type: ignore[assignment]
+            return tokens
+
         CachedModel._feed = timed  # type: ignore[method-assign, assignment]
+        CachedModel.draft = drafted  # type: ignore[method-assign, assignment]
 
     def __exit__(self, *exception: object) -> None:
         CachedModel._feed = self._feed  # type: ignore[method-assign]
+        CachedModel.draft = self._draft  # type: ignore[method-assign]

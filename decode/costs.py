@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from statistics import median
 from time import perf_counter
 
@@ -66,14 +67,17 @@ def measure_costs(
     context_length: int = 128,
     repetitions: int = 11,
 ) -> Costs:
-    """Time single passes, turn by turn so that a slow moment of the machine touches all alike; medians.
+    """Time rounds of 0, 1, 2, … drafted tokens by turns, so that a slow moment of the machine touches all; medians.
+
+    A pass that comes after another model's finds less of its weights in the processor's caches, so each is timed where
+    it stands in decoding: the target's after a draft of as many tokens, and a plain one after a plain one.
 
     Args:
         decoder: whose target and proposer are timed.
         params: sampling parameters; processing the logits is part of the cost.
         max_draft_tokens: v(n) is measured up to n = max_draft_tokens + 1.
         context_length: tokens in the cache.
-        repetitions: of each kind of pass; two more are made first and discarded.
+        repetitions: of each kind of round; two more are made first and discarded.
     """
     target_model = decoder.target
     proposer = decoder.engine.proposer
@@ -90,43 +94,54 @@ def measure_costs(
     target.read([prompt])
     proposer.start([prompt], target)
 
-    proposals: list[Proposal] = []
+    def draft(num_drafted: int) -> Proposal:
+        sampler.begin_round(num_drafted)
+        proposal = proposer.propose([prompt], [num_drafted], sampler)
+        proposal.tokens.tolist()
+        return proposal
 
-    def target_pass(num_tokens: int) -> None:
-        """A round without its draft; what was not proposed, by a lookup, is passed over but not judged."""
-        tokens = torch.tensor([[prompt[-1]] * num_tokens], device=target_model.device)
-        proposal = proposals[-1]
-        width = min(num_tokens - 1, proposal.tokens.shape[1])
-        drafted = proposal.tokens[:, :width]
-        tokens[:, 1 : width + 1] = drafted
-        sampler.begin_round(width)
-        logits = target.forward(tokens)
+    def plain_pass() -> None:
+        sampler.begin_round(0)
+        sampler.choose(target.forward(torch.tensor([prompt[-1:]], device=target_model.device))).tolist()
+        target.rollback([context_length - 1])
+
+    def target_pass(proposal: Proposal, num_drafted: int) -> None:
+        """What was not proposed, by a lookup, is passed over but not judged."""
+        width = proposal.tokens.shape[1]
+        tokens = torch.tensor([[prompt[-1]] * (num_drafted + 1)], device=target_model.device)
+        tokens[:, 1 : width + 1] = proposal.tokens
+        score = proposal.score if width == num_drafted else None
+        logits = (score or target.forward)(tokens)
         if width:
-            p = sampler.distribution(logits[:, : width + 1], drafted)
-            q = proposal.q and proposal.q[:, :width]
-            torch.cat(sampler.judge(p, q, drafted, proposal.num_drafted.clamp_max(width))).tolist()
+            logits = logits[:, : width + 1]
+            torch.cat(sampler.judge(logits, proposal.q, proposal.tokens, proposal.num_drafted)).tolist()
         else:
             sampler.choose(logits[:, :1]).tolist()
         target.rollback([context_length - 1])
 
-    def draft() -> None:
-        sampler.begin_round(max_draft_tokens)
-        proposals[:] = [proposer.propose([prompt], [max_draft_tokens], sampler)]
-        proposals[-1].tokens.tolist()
-
-    kinds = {"draft": draft}
-    for num_tokens in range(1, max_draft_tokens + 2):
-        kinds[f"target {num_tokens}"] = lambda num_tokens=num_tokens: target_pass(num_tokens)  # type: ignore[misc]
-    seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
+    lengths = range(1, max_draft_tokens + 1)
+    plain: list[float] = []
+    drafting: dict[int, list[float]] = {length: [] for length in lengths}
+    passing: dict[int, list[float]] = {length: [] for length in lengths}
     for repetition in range(repetitions + 2):
-        for kind, action in kinds.items():
-            started = perf_counter()
-            action()
-            if repetition >= 2:
-                seconds[kind].append(perf_counter() - started)
-    unit = median(seconds["target 1"])
+        plain_pass()
+        times = [perf_counter()]
+        plain_pass()
+        times.append(perf_counter())
+        for length in lengths:
+            proposal = draft(length)
+            times.append(perf_counter())
+            target_pass(proposal, length)
+            times.append(perf_counter())
+        if repetition >= 2:
+            first, *rest = (after - before for before, after in pairwise(times))
+            plain.append(first)
+            for length in lengths:
+                drafting[length].append(rest[2 * length - 2])
+                passing[length].append(rest[2 * length - 1])
+    unit = median(plain)
     return Costs(
         seconds_per_token=unit,
-        draft_step=median(seconds["draft"]) / max_draft_tokens / unit,
-        target_pass=[median(seconds[f"target {n}"]) / unit for n in range(1, max_draft_tokens + 2)],
+        draft_step=median(median(drafting[length]) / length for length in lengths) / unit,
+        target_pass=[1.0, *(median(passing[length]) / unit for length in lengths)],
     )

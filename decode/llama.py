@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -209,6 +210,18 @@ class LlamaForward:
             return None, None
         hidden = F.rms_norm(hidden, (hidden.shape[-1],), self.norm, self.norm_eps)
         return hidden, self.project_head(hidden)
+
+    @property
+    def can_draft(self) -> bool:
+        """Whether `draft` is there."""
+        return self.native is not None and self.ends
+
+    def draft(
+        self, rows: int, num_steps: int, keys: np.ndarray, spread: Tensor, cache: KVCache
+    ) -> tuple[Tensor, float]:
+        """Tokens of `CachedModel.draft`, and the seconds that passes took."""
+        assert self.native is not None
+        return self.native.draft(rows, num_steps, keys, spread, cache, *self._rotary_tables(cache.capacity))
 
     def _attend(
         self, layer: "_Layer", index: int, hidden: Tensor, cos: Tensor, sin: Tensor, bias: Tensor | None, cache: KVCache

@@ -5,12 +5,13 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .cache import KVCache
-from .llama import llama_forward
+from .llama import LlamaForward, llama_forward
 
 # hidden states and logits after tokens, at positions, with a cache that has room; False only fills it
 Forward = Callable[[Tensor, Tensor, KVCache, bool], tuple[Tensor | None, Tensor | None]]
@@ -47,6 +48,7 @@ class CachedModel:
         self.cache = KVCache(num_layers, batch_size, capacity + spare, model.device)
         self.keep_hidden_states = keep_hidden_states
         self.hidden_states: Tensor | None = None
+        self.seconds_of_passes = 0.0  # of the last call of `draft`
 
     def through(self, model: PreTrainedModel, fast: Forward | None) -> "CachedModel":
         """The same cache, with the keys and values of a model of the same layers, or of some of them."""
@@ -133,6 +135,34 @@ class CachedModel:
             logits = output.logits if with_logits else None
         self.cache.lengths = [length + count for length, count in zip(self.cache.lengths, counts, strict=True)]
         return logits
+
+    @property
+    def can_draft(self) -> bool:
+        """Whether `draft` is there: one call for what `forward` would be called for once a token."""
+        return isinstance(self.fast, LlamaForward) and self.fast.can_draft
+
+    def room_for_logits(self, num_steps: int) -> Tensor:
+        """For the logits of some steps of every row, bf16 [rows, steps, vocab], as `draft` wants it."""
+        assert isinstance(self.fast, LlamaForward) and self.fast.native
+        return self.fast.native.room_for_logits(len(self.lengths), num_steps)
+
+    def draft(self, rows: int, num_steps: int, keys: np.ndarray, spread: Tensor) -> Tensor:
+        """Draw a token of each row and feed it, time and again; the last one is not fed.
+
+        Args:
+            rows: address of `Unwarped` logits, whose first step is known and whose others are written.
+            num_steps: tokens to draw.
+            keys: of their noise, uint64 [rows, steps].
+            spread: `RowNoise.spread_of` the columns, int32.
+
+        Returns:
+            tokens, int64 [rows, steps].
+        """
+        assert isinstance(self.fast, LlamaForward)
+        assert max(self.lengths) + num_steps - 1 <= self.cache.capacity
+        tokens, self.seconds_of_passes = self.fast.draft(rows, num_steps, keys, spread, self.cache)
+        self.cache.lengths = [length + num_steps - 1 for length in self.cache.lengths]
+        return tokens
 
     def rollback(self, lengths: list[int]) -> None:
         self.cache.rollback(lengths)

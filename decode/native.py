@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -30,8 +31,8 @@ from .low_rank import LowRankLinear
 
 logger = logging.getLogger(__name__)
 
-SOURCES = [Path(__file__).with_name(name) for name in ("native.cpp", "native_sampling.cpp")]
-HEADER = Path(__file__).with_name("native.h")
+SOURCES = [Path(__file__).with_name(name) for name in ("native.cpp", "native_sampling.cpp", "native_round.cpp")]
+HEADERS = [Path(__file__).with_name(name) for name in ("native.h", "native_sampling.h")]
 FLAGS = ["-std=c++17", "-O3", "-shared", "-fPIC", "-fopenmp", "-mfma"]
 FLAGS += [
     f"-m{name}"
@@ -138,9 +139,11 @@ def native_library() -> ctypes.CDLL:
     except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
         said = getattr(error, "stderr", "").strip() or str(error)
         raise Unavailable(f"compiling it failed: {said.splitlines()[0]}") from error
-    library.request_tiles.restype = library.forward.restype = Size
+    library.request_tiles.restype = library.forward.restype = library.draft.restype = Size
     library.forward.argtypes = [Address] * 3 + [Size] * 3 + [Address] * 7 + [Size]
-    for name in ("draw", "bound_rows", "spread_out", "arrive", "log_sum_exp"):
+    library.draft.argtypes = [*[Address] * 3, *[Size] * 3, *[Address] * 7, Size, *[Address] * 2, Size]
+    library.judge.argtypes = [*[Address] * 2, *[Size] * 2, *[Address] * 8, Size]
+    for name in ("draw", "bound_rows", "spread_out", "arrive", "log_sum_exp", "judge"):
         getattr(library, name).restype = None
     rows = [Address] + [Size] * 3
     library.draw.argtypes = [*rows, *[Address] * 5, Size]
@@ -155,7 +158,9 @@ def native_library() -> ctypes.CDLL:
 
 def _load(command: list[str]) -> ctypes.CDLL:
     """What the command makes of the C++; once more where what was kept cannot be loaded."""
-    made_of = [path.read_bytes() for path in (HEADER, *SOURCES)] + [" ".join([*command, *platform.libc_ver()]).encode()]
+    made_of = [path.read_bytes() for path in (*HEADERS, *SOURCES)] + [
+        " ".join([*command, *platform.libc_ver()]).encode()
+    ]
     key = hashlib.sha256(b"".join(made_of)).hexdigest()[:16]
     path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "draftsmith" / f"native-{key}.so"
     with contextlib.suppress(OSError):
@@ -282,6 +287,39 @@ class NativeForward:
         ):
             raise IndexError(f"a token is none of the model's {self.model.vocab_size}, or a place none of the cache's")
         return last, None if logits is None else logits[..., : self.vocab_size]
+
+    def room_for_logits(self, num_rows: int, num_steps: int) -> Tensor:
+        """Where `draft` writes: bf16 [rows, steps, vocab], one step of all rows after another."""
+        room = torch.empty(num_steps, num_rows, self.model.head.num_outputs, dtype=torch.bfloat16)
+        return room.transpose(0, 1)[..., : self.vocab_size]
+
+    def draft(
+        self, rows: int, num_steps: int, keys: np.ndarray, spread: Tensor, cache: KVCache, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, float]:
+        """Tokens of `CachedModel.draft`, and the seconds that passes took; cos and sin as above."""
+        num_rows, places = len(cache.lengths), torch.tensor(cache.lengths)
+        spread, noise = spread.contiguous(), np.ascontiguousarray(keys)
+        assert spread.dtype == torch.int32 and noise.shape == (num_rows, num_steps) and noise.dtype == np.uint64
+        tokens = torch.empty(num_rows, num_steps, dtype=torch.long)
+        hidden = torch.empty(num_rows, self.hidden_size, dtype=torch.bfloat16)
+        seconds = ctypes.c_double()
+        if self.library.draft(
+            ctypes.addressof(self.model),
+            *self._buffers(cache),
+            cache.capacity,
+            num_rows,
+            num_steps,
+            *(tensor.data_ptr() for tensor in (places, cos, sin)),
+            rows,
+            noise.ctypes.data,
+            *(tensor.data_ptr() for tensor in (spread, tokens)),
+            self.model.vocab_size - 1,
+            hidden.data_ptr(),
+            ctypes.addressof(seconds),
+            torch.get_num_threads(),
+        ):
+            raise IndexError(f"a token is none of the model's {self.model.vocab_size}, or a place none of the cache's")
+        return tokens, seconds.value
 
     def _buffers(self, cache: KVCache) -> tuple[Any, Any]:
         """Where the keys of each layer are, and the values; looked up once, since leaving rows do not move them."""

@@ -34,23 +34,27 @@ class NativeWarper(LogitsWarper):
         if self.temperatures:
             return Distribution(probabilities(logits, self.temperatures))
         rows, places = _rows(logits)
-        temperature, top_k, top_p, min_p = self.parameters.repeat_interleave(logits.shape[1], dim=1)
-        if not self.exact:  # few columns, as there
-            top_k = torch.where((top_p < 1) & (top_k == 0), DRAFT_NUCLEUS_COLUMNS, top_k)
-        temperature = temperature.float()
-        parameters = (temperature, top_k.long(), top_p.float(), min_p.float())
-        kept = _empty(len(rows), KEPT_BYTES, dtype=torch.uint8)
+        parameters = [each.repeat_interleave(logits.shape[1]) for each in self.arguments]
+        temperature, kept = parameters[0], empty(len(rows), KEPT_BYTES, dtype=torch.uint8)
         addresses = [tensor.data_ptr() for tensor in (*parameters, kept)]
         native_library().bound_rows(*places, *addresses, torch.get_num_threads())
         num_columns = max(1, int(kept.view(torch.long)[:, -1].max()))
-        weights = _empty(*logits.shape[:-1], num_columns)
-        tokens = _empty(*weights.shape, dtype=torch.long)
+        weights = empty(*logits.shape[:-1], num_columns)
+        tokens = empty(*weights.shape, dtype=torch.long)
         native_library().spread_out(
             *places, temperature.data_ptr(), kept.data_ptr(), num_columns, weights.data_ptr(), tokens.data_ptr()
         )
         found = Distribution(weights, tokens)
         # ids beside a whole vocabulary would cost more than they spare
         return Distribution(found.dense(logits.shape[-1])) if self.some_keep_all else found
+
+    @functools.cached_property
+    def arguments(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Temperature, top-k, top-p and min-p of each row, as C++ takes them."""
+        temperature, top_k, top_p, min_p = self.parameters
+        if not self.exact:  # few columns, as there
+            top_k = torch.where((top_p < 1) & (top_k == 0), DRAFT_NUCLEUS_COLUMNS, top_k)
+        return temperature.float(), top_k.long(), top_p.float(), min_p.float()
 
 
 def probabilities(logits: BFloat16[Tensor, "*batch vocab"], temperatures: list[float]) -> Float[Tensor, "*batch vocab"]:
@@ -60,7 +64,7 @@ def probabilities(logits: BFloat16[Tensor, "*batch vocab"], temperatures: list[f
         logits: that `can_draw`.
         temperatures: above 0; one for each of the first axis.
     """
-    found = _empty(*logits.shape)
+    found = empty(*logits.shape)
     _draw(logits, temperatures, found)
     return found
 
@@ -85,10 +89,10 @@ def draw(
         columns, int64, and the softmax, fp32.
     """
     assert spread.dtype == torch.int32 and len(spread) == logits.shape[-1]
-    columns = _empty(len(logits), dtype=torch.long)
-    weights = _empty(*logits.shape) if with_weights else None
-    _draw(logits, temperatures, weights, _seeds(keys), spread.contiguous(), columns)
-    return columns, _empty(len(logits), 0) if weights is None else weights
+    columns = empty(len(logits), dtype=torch.long)
+    weights = empty(*logits.shape) if with_weights else None
+    _draw(logits, temperatures, weights, seeds_of(keys), spread.contiguous(), columns)
+    return columns, empty(len(logits), 0) if weights is None else weights
 
 
 def can_arrive(weights: Distribution) -> bool:
@@ -110,7 +114,7 @@ def arrive(
     of_columns, spread = weights.probabilities.contiguous(), spread.contiguous()
     num_columns, shape = of_columns.shape[-1], of_columns.shape[:-1]
     assert spread.dtype == torch.int32 and spread.shape in (of_columns.shape, (num_columns,))
-    seeds, columns = _seeds(keys), _empty(*shape, dtype=torch.long)
+    seeds, columns = seeds_of(keys), empty(*shape, dtype=torch.long)
     native_library().arrive(
         of_columns.data_ptr(),
         columns.numel(),
@@ -128,7 +132,7 @@ def log_normalizers(logits: Float[Tensor, "rows vocab"]) -> Float[Tensor, " rows
     """logsumexp of each row, fp32."""
     if not can_draw(logits):
         return logits.float().logsumexp(dim=-1)
-    sums = _empty(len(logits))
+    sums = empty(len(logits))
     native_library().log_sum_exp(*_rows(logits)[1], sums.data_ptr(), torch.get_num_threads())
     return sums
 
@@ -150,11 +154,11 @@ def _rows(logits: Tensor) -> tuple[Tensor, tuple[int, int, int, int]]:
     return rows, (rows.data_ptr(), *rows.shape, rows.stride(0))
 
 
-def _seeds(keys: np.ndarray) -> Tensor:
+def seeds_of(keys: np.ndarray) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(keys).view(np.int64))
 
 
-def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """What C++ writes into, whatever torch's defaults are."""
     return torch.empty(shape, dtype=dtype, device="cpu")
 

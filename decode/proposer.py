@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from .model import CachedModel
+from .native_round import Unwarped
 from .sampler import BatchSampler
 from .sampling import Distribution
 
@@ -31,7 +32,7 @@ class Proposal:
 
     tokens: Tensor
     num_drafted: Tensor
-    q: Distribution | None
+    q: Distribution | Unwarped | None
     score: Callable[[Tensor], Tensor] | None = None
 
 
@@ -86,12 +87,22 @@ class DraftModelProposer:
         return CachedModel(self.model, len(sequences), target.capacity, target.spare)
 
     def propose(self, sequences: list[list[int]], num_drafted: list[int], sampler: BatchSampler) -> Proposal:
-        most, bound = max(num_drafted), sampler.speculation.entropy_bound
-        tokens = torch.empty(len(sequences), most, dtype=torch.long, device=self.device)
-        allowed = torch.tensor(num_drafted, device=self.device)
+        logits, allowed = self._catch_up(sequences), torch.tensor(num_drafted, device=self.device)
+        if self.cached.can_draft and sampler.can_draft_at_once(logits):
+            tokens, q = sampler.draft_at_once(self.cached, logits, max(num_drafted), self.token_ids)
+            proposal = Proposal(tokens, allowed, q if sampler.needs_q else None)
+        else:
+            proposal = self._step_by_step(logits, allowed, max(num_drafted), sampler)
+        self.num_committed, self.drafted = list(map(len, sequences)), proposal.tokens
+        return proposal
+
+    def _step_by_step(self, logits: Tensor, allowed: Tensor, most: int, sampler: BatchSampler) -> Proposal:
+        bound = sampler.speculation.entropy_bound
+        tokens = torch.empty(len(allowed), most, dtype=torch.long, device=self.device)
         qs = []
         for step in range(most):
-            logits = self._catch_up(sequences) if step == 0 else self._step(tokens[:, step - 1])
+            if step:
+                logits = self._step(tokens[:, step - 1])
             tokens[:, step], q = sampler.draft(logits, tokens[:, :step], self.token_ids, self._columns(logits))
             if sampler.needs_q:
                 qs.append(q)
@@ -101,7 +112,6 @@ class DraftModelProposer:
                 if bool((allowed <= step + 1).all()):
                     tokens = tokens[:, : step + 1]
                     break
-        self.num_committed, self.drafted = list(map(len, sequences)), tokens
         return Proposal(tokens, allowed, stack(qs) if qs else None)
 
     def select_rows(self, rows: list[int]) -> None:

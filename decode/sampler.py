@@ -7,11 +7,13 @@ import torch
 from torch import Tensor
 
 from .completion import Completion
+from .model import CachedModel
+from .native_round import Rule, Unwarped, judge
 from .native_sampling import NativeWarper, arrive, can_arrive, can_draw, draw
 from .noise import ROWS_AT_A_TIME, RowNoise
 from .params import SamplingParams, SpeculationParams
 from .penalties import Penalties
-from .sampling import Distribution, LogitsWarper, sample
+from .sampling import Distribution, sample
 from .verify import verify_block, verify_equal, verify_lossy_lenience, verify_lossy_typical, verify_tokenwise
 
 Verifier = Callable[[Distribution, Distribution, Tensor, Tensor, Tensor], tuple[Tensor, Distribution]]
@@ -41,6 +43,7 @@ class BatchSampler:
         self.speculation = speculation
         self.device = device
         self.noise = RowNoise(seeds, streams, device, vocab_size)
+        self.spread: Tensor | None = None  # of the columns that are drafted from
         self._set_up()
 
     def select_rows(self, rows: list[int]) -> None:
@@ -97,6 +100,30 @@ class BatchSampler:
             q = q.renamed(token_ids)
         return self._draw(q, keys), q
 
+    def can_draft_at_once(self, logits: Tensor) -> bool:
+        """Whether tokens that follow such logits can be drafted by `draft_at_once`."""
+        return can_draw(logits) and not self.penalties and self.speculation.entropy_bound is None
+
+    def draft_at_once(
+        self, cached: CachedModel, logits: Tensor, num_drafted: int, token_ids: Tensor | None
+    ) -> tuple[Tensor, Unwarped]:
+        """Draw so many tokens of every row, as `draft` does one after the other.
+
+        Args:
+            cached: what drafts, which must have `can_draft`.
+            logits: [rows, columns], of the first.
+            token_ids: as there.
+
+        Returns:
+            tokens int64 [rows, drafted], and the q they were sampled from.
+        """
+        room = cached.room_for_logits(num_drafted)[..., : logits.shape[-1]]
+        room[:, 0] = logits
+        q = Unwarped(room, self.draft_warper, token_ids)
+        if self.spread is None:
+            self.spread = self.noise.spread_of(range(logits.shape[-1]) if token_ids is None else token_ids)
+        return cached.draft(q.address, num_drafted, self.draft_keys[:, :num_drafted], self.spread), q
+
     def distribution(self, logits: Tensor, drafted: Tensor) -> Distribution:
         """The target's p at the drafted tokens and after them, from logits [rows, drafted + 1, vocab]."""
         if self.penalties:
@@ -118,20 +145,28 @@ class BatchSampler:
         return torch.cat(tokens).squeeze(1)
 
     def judge(
-        self, p: Distribution, q: Distribution | None, drafted: Tensor, num_drafted: Tensor
+        self, logits: Tensor, q: Distribution | Unwarped | None, drafted: Tensor, num_drafted: Tensor
     ) -> tuple[Tensor, Tensor]:
         """How many drafted tokens of each row are accepted, and the token that follows them.
 
         Args:
-            p: [rows, drafted + 1, columns].
+            logits: of the target at the drafted tokens and after them, [rows, drafted + 1, vocab].
             q: [rows, drafted, columns]; may be None when no row needs it.
             drafted: int64 [rows, drafted].
             num_drafted: int64 [rows].
         """
         width = drafted.shape[1]  # of a proposal that may be shorter than was asked for
         token_keys, coin_keys = self.token_keys[:, : width + 1], self.coin_keys[:, :width]
+        if self._can_judge(logits, q):
+            needed = q if self.needs_q and isinstance(q, Unwarped) else None
+            coins = self.noise.uniforms(coin_keys) if needed else torch.empty(drafted.shape)
+            spread = self.noise.spread_of(range(logits.shape[-1]))
+            keys = token_keys, self.next_keys
+            return judge(Unwarped(logits, self.warper), needed, drafted, num_drafted, self.rules, coins, *keys, spread)
+        p = self.distribution(logits, drafted)
         if all(self.follows_seed):
             return self._judge_equal(p, drafted, num_drafted, token_keys)
+        q = q.distribution() if isinstance(q, Unwarped) else q
         assert q is not None
         if not any(self.follows_seed):
             return self._judge_by_coins(p, q, drafted, num_drafted, coin_keys, self.next_keys)
@@ -159,6 +194,8 @@ class BatchSampler:
         self.needs_noise = any(each.temperature for each in params) or bool(self.speculation.draft_temperature)
         self.has_penalties = any(each.has_penalties for each in params)
         self.needs_q = not all(self.follows_seed)
+        of_coins: Rule = "tokenwise" if verification == "tokenwise" else "block"
+        self.rules: list[Rule] = ["equal" if follows else of_coins for follows in self.follows_seed]
         self.warper = self._warper(params)
         self.draft_warper = self._warper(params, self.speculation.draft_temperature, exact=False)
         # whole vocabularies of many rows, in fp32 and time and again, would go through memory and not a core's cache
@@ -170,10 +207,15 @@ class BatchSampler:
 
     def _warper(
         self, params: list[SamplingParams], temperature: float | None = None, exact: bool = True
-    ) -> LogitsWarper:
+    ) -> NativeWarper:
         temperatures = [each.temperature if temperature is None else temperature for each in params]
         top_k, top_p = [each.top_k for each in params], [each.top_p for each in params]
         return NativeWarper(temperatures, top_k, top_p, [each.min_p for each in params], self.device, exact)
+
+    def _can_judge(self, logits: Tensor, q: Distribution | Unwarped | None) -> bool:
+        """Whether C++ can judge what was drafted from these."""
+        by_coins = self.speculation.lossy is None and isinstance(q, Unwarped)
+        return can_draw(logits) and not self.penalties and (by_coins or not self.needs_q)
 
     def _plain_keys(self) -> np.ndarray:
         """For the token of a pass without drafted ones: uint64 [rows, 1]."""

@@ -148,8 +148,7 @@ class SpeculativeEngine:
                 on_pass(active, target.hidden_states, logits)
             watch.mark()
             if proposal.tokens.shape[1]:
-                p = sampler.distribution(logits, proposal.tokens)
-                num_accepted, next_tokens = sampler.judge(p, proposal.q, proposal.tokens, proposal.num_drafted)
+                num_accepted, next_tokens = sampler.judge(logits, proposal.q, proposal.tokens, proposal.num_drafted)
             else:
                 num_accepted, next_tokens = proposal.num_drafted, sampler.choose(logits)
             verdicts = torch.stack([num_accepted, proposal.num_drafted, next_tokens], dim=1)

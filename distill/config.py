@@ -312,6 +312,13 @@ class BranchesConfig:
             raise ValueError(f"branches.rejected_weight: {self.rejected_weight} is not possible; give more than 0")
 
 
+# metrics of which more is better
+SELECTABLE = (
+    *("alpha", "block_efficiency", "predicted_speedup", "top1_agreement"),
+    *("greedy_alpha", "greedy_block_efficiency", "greedy_predicted_speedup"),
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Distil: train a pair's draft on the target's token distributions.
@@ -378,3 +385,5 @@ class RunConfig:
             raise ValueError("losses: block_efficiency is of branches; set branches.share to 1, or add another loss")
         if self.branches.share and self.packing_length:
             raise ValueError("packing_length: branches need texts of their own; use null")
+        if (name := self.train.select_by) and name not in SELECTABLE:
+            raise ValueError(f"train.select_by: {name!r} cannot be selected by; choose from {', '.join(SELECTABLE)}")

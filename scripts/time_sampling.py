@@ -56,7 +56,7 @@ def main() -> None:
 
     def our_round(logits: torch.Tensor) -> None:
         sampler.begin_round(gamma)
-        sampler.judge(our_processors(logits), stack(qs), drafted, torch.tensor([gamma]))
+        sampler.judge(logits, stack(qs), drafted, torch.tensor([gamma]))
 
     warpers: list = [TemperatureLogitsWarper(options.temperature)]
     warpers += [TopKLogitsWarper(options.top_k)] if options.top_k else []

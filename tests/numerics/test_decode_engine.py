@@ -36,6 +36,8 @@ from decode import sampler, trace
 from decode.cache import KVCache
 from decode.head import reduce_output_vocabulary
 from decode.lookup import CascadeProposer, LookupProposer
+from decode.model import CachedModel
+from decode.native_round import Unwarped
 from decode.noise import RowNoise
 from decode.params import SamplingParams, SpeculationParams
 from decode.penalties import Penalties
@@ -149,6 +151,20 @@ def rounded(models: Models) -> Models:
     return rounding
 
 
+@pytest.fixture(scope="module")
+def native(tiny_llama: Build) -> Models:
+    """In bfloat16, with passes, drafts and verdicts of C++, whose passes over one token and over several agree."""
+    shape: dict[str, Any] = dict(vocab_size=VOCAB, hidden_size=64, num_attention_heads=2, num_key_value_heads=1)
+    shape["initializer_range"] = 0.15  # wider, they would say too few tokens
+    shape["rope_parameters"] = dict(rope_type="default", rope_theta=10.0)
+    target, draft = tiny_llama(seed=4, **shape).bfloat16(), tiny_llama(seed=5, num_layers=1, **shape).bfloat16()
+    if not CachedModel(target, 1, 8).can_draft:
+        pytest.skip("needs a compiler and a CPU with bf16 matrix units")
+    reduced = copy.deepcopy(draft)
+    reduce_output_vocabulary(reduced, DRAFT_VOCAB)
+    return Models(target, draft, reduced, ())
+
+
 # the reference
 
 
@@ -194,7 +210,11 @@ def exact(target: LlamaForCausalLM, setting: str, prompt: tuple[int, ...]) -> Te
     texts = torch.tensor(list(itertools.product(range(VOCAB), repeat=NUM_COMPARED - 1)))
     inputs = torch.cat([torch.tensor(prompt).expand(len(texts), -1), texts], dim=1)
     with torch.inference_mode():
-        logits = target(input_ids=inputs, use_cache=False).logits[:, len(prompt) - 1 :].float()
+        if target.dtype == torch.bfloat16:  # C++ rounds where it does
+            logits = CachedModel(target, *inputs.shape).forward(inputs)
+        else:
+            logits = target(input_ids=inputs, use_cache=False).logits
+    logits = logits[:, len(prompt) - 1 :].float()
     stops = torch.tensor(params.stop_token_ids, dtype=torch.long)
     nothing = torch.nn.functional.one_hot(torch.tensor(0), VOCAB).float()
     process = processors(params, len(prompt))
@@ -313,6 +333,35 @@ def test_texts_follow_a_target_with_rounded_logits(rounded: Models, rule: str, p
     if rule == "seeded":
         assert texts == plain(rounded, setting)
         assert_follows_target(rounded, setting, plain(rounded, setting))
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("proposer", ["draft", "reduced draft", "skip"])
+@pytest.mark.parametrize("rule", RULES)
+def test_texts_follow_a_target_whose_rounds_are_in_cpp(
+    native: Models, rule: str, proposer: str, setting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verdicts = []
+    judge = sampler.judge
+    monkeypatch.setattr(sampler, "judge", lambda *arguments: verdicts.append(judge(*arguments)) or verdicts[-1])  # type: ignore[func-returns-value]
+    texts, total = decoded(native.engine(proposer, verification=rule), own_params(setting))
+    assert bool(verdicts) == ("penalties" not in setting and setting != "everything")
+    assert_follows_target(native, setting, texts)
+    if setting in SAMPLED:
+        assert 0.05 < total.num_accepted / total.num_verified < 0.95
+    if rule == "seeded":
+        assert texts == plain(native, setting)
+
+
+def test_a_verdict_by_another_rule_fails_the_same_check_in_cpp(native: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    judge = sampler.judge
+
+    def without_coins(p: Unwarped, q: Unwarped, *others: Any) -> tuple[Tensor, Tensor]:
+        drafted, num_drafted, rules, coins, *keys = others
+        return judge(p, q, drafted, num_drafted, rules, coins / 2, *keys)
+
+    monkeypatch.setattr(sampler, "judge", without_coins)
+    assert min(wrong_values(native, "temperature", verification="block")) < WRONG
 
 
 @pytest.mark.parametrize("proposer", PROPOSERS)

@@ -3,10 +3,12 @@
 from collections.abc import Callable
 
 import pytest
+from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from decode import SamplingParams, SpeculativeDecoder
 from decode.costs import Costs, measure_costs
+from decode.model import CachedModel
 from decode.proposer import DraftModelProposer
 from decode.trace import Round, Trace
 
@@ -31,3 +33,24 @@ def test_rounds_of_various_lengths_are_priced_one_by_one() -> None:
     # where all rounds are alike, it is the formula for a fixed number
     alike = Trace([Round(2, 1, 2)] * 3 + [Round(2, 0, 1)] * 5 + [Round(2, 2, 3)] * 2)
     assert COSTS.predicted_speedup_of(alike) == pytest.approx(COSTS.predicted_speedup(alike.betas, 2))
+
+
+def test_passes_are_timed_where_they_stand_in_decoding(
+    tiny_llama: Callable[..., LlamaForCausalLM],
+    byte_tokenizer: PreTrainedTokenizerFast,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target, draft = tiny_llama(), tiny_llama(seed=1, num_layers=1)
+    passes = []
+    forward = CachedModel.forward
+
+    def count(cached: CachedModel, tokens: Tensor, *others: object) -> Tensor:
+        passes.append(("target" if cached.model is target else "draft", tokens.shape[1]))
+        return forward(cached, tokens, *others)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(CachedModel, "forward", count)
+    decoder = SpeculativeDecoder(target, byte_tokenizer, DraftModelProposer(draft, 259))
+    measure_costs(decoder, SamplingParams(temperature=0), max_draft_tokens=2, repetitions=1)
+    plain, step = ("target", 1), ("draft", 1)
+    turn = [plain, plain, step, ("target", 2), step, step, ("target", 3)]
+    assert passes == turn * 3

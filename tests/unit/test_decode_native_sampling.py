@@ -240,7 +240,7 @@ def test_a_sampler_drafts_and_judges_the_same_with_it_and_without(
         second, q2 = sampler.draft(logits.flip(1), first.unsqueeze(1), token_ids)
         drafted = torch.stack([first, second], dim=1)
         p = sampler.distribution(target_logits, drafted)
-        verdict = sampler.judge(p, stack([q1, q2]), drafted, torch.tensor([2, 2]))
+        verdict = sampler.judge(target_logits, stack([q1, q2]), drafted, torch.tensor([2, 2]))
         return drafted, *verdict, q1.dense(150), p.dense(150)
 
     found = once()

@@ -181,9 +181,12 @@ def configure(objective: dict[str, Any], branches: dict[str, Any] | None = None,
         responses="responses",
         objective=ObjectiveConfig(**objective),
         branches=BranchesConfig(**branches or {}),
-        train=TrainConfig(output="run"),
-        **values,
+        **{"train": TrainConfig(output="run")} | values,
     )
+
+
+def selecting_by(metric: str) -> TrainConfig:
+    return TrainConfig(output="run", eval_every_steps=5, select_by=metric)
 
 
 TV, BLOCK = Stage(losses={"tv": 1.0}), Stage(losses={"block_efficiency": 1.0})
@@ -222,6 +225,8 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: configure({}, chunk_size=0), "chunk_size: 0 is"),
     (lambda: configure({}, packing_length=1), "packing_length: 1 is"),
     (lambda: configure({}, parity_prompts=-1), "parity_prompts: -1 is"),
+    (lambda: configure({}, train=selecting_by("alhpa")), "train.select_by: 'alhpa' cannot be selected by"),
+    (lambda: configure({}, train=selecting_by("forward_kl")), "train.select_by: 'forward_kl' cannot be selected by"),
 ]
 
 
@@ -235,6 +240,7 @@ def test_what_cannot_be_meant_is_refused_in_one_line(build: Callable[[], Any], m
 def test_what_can_be_meant_is_not_refused() -> None:
     configure({"stages": (Stage(losses={"tv": 1.0, "block_efficiency": 1.0}),)}, {"share": 0.5})
     configure({"stages": (BLOCK,)}, {"share": 1.0})
+    configure({}, train=selecting_by("greedy_predicted_speedup"))
     configure({"selected_fraction": 0.5, "reference": "pair"})
     assert configure({"stages": ()}).objective.stages_or_default == (Stage(losses={"forward_kl": 1.0}),)
     configure({"stages": (Stage(losses={"tv": 1.0}, plateau_evals=2), TV)})
