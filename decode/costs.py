@@ -123,6 +123,7 @@ def measure_costs(
     plain: list[float] = []
     drafting: dict[int, list[float]] = {length: [] for length in lengths}
     passing: dict[int, list[float]] = {length: [] for length in lengths}
+    widths: dict[int, int] = {}  # of drafts, which an entropy bound may end
     for repetition in range(repetitions + 2):
         plain_pass()
         times = [perf_counter()]
@@ -133,15 +134,16 @@ def measure_costs(
             times.append(perf_counter())
             target_pass(proposal, length)
             times.append(perf_counter())
+            widths[length] = max(1, proposal.tokens.shape[1])
         if repetition >= 2:
             first, *rest = (after - before for before, after in pairwise(times))
             plain.append(first)
             for length in lengths:
-                drafting[length].append(rest[2 * length - 2])
+                drafting[length].append(rest[2 * length - 2] / widths[length])
                 passing[length].append(rest[2 * length - 1])
     unit = median(plain)
     return Costs(
         seconds_per_token=unit,
-        draft_step=median(median(drafting[length]) / length for length in lengths) / unit,
+        draft_step=median(median(drafting[length]) for length in lengths) / unit,
         target_pass=[1.0, *(median(passing[length]) / unit for length in lengths)],
     )

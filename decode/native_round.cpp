@@ -174,15 +174,18 @@ Verdict judged(const Rows& of_p, const Rows* of_q, int64_t row, Rule rule, const
     int64_t num_accepted = 0;
     float scale = 1.f;
     if (rule == TOKENWISE) {
-        while (num_accepted < num_drafted && coins[num_accepted] * q(num_accepted).probability_of(drafted[num_accepted]) <
-                                                 p(num_accepted).probability(drafted[num_accepted]))
-            ++num_accepted;
+        for (; num_accepted < num_drafted; ++num_accepted) {
+            const int64_t token = drafted[num_accepted];
+            const float of_q = q(num_accepted).probability_of(token);
+            // nothing is drafted with q = 0, unless the draft's logits are no numbers
+            if (!(of_q > 0 && coins[num_accepted] * of_q < p(num_accepted).probability(token))) break;
+        }
     } else {
         float reached = 1.f;
         for (int64_t k = 1; k <= num_drafted; ++k) {
             const int64_t token = drafted[k - 1];
-            const float ratio = p(k - 1).probability(token) / q(k - 1).probability_of(token);
-            reached = std::min(reached * (ratio >= 0 ? ratio : 0.f), 1.f);
+            const float of_q = q(k - 1).probability_of(token);
+            reached = std::min(of_q > 0 ? reached * p(k - 1).probability(token) / of_q : 0.f, 1.f);
             const float mass = k < num_drafted ? excess_mass(p(k), q(k), reached) : reached;
             if (coins[k - 1] < mass / std::max(mass + (1.f - reached), FLT_MIN)) num_accepted = k, scale = reached;
         }

@@ -46,6 +46,9 @@ class Unwarped:
         token_ids: Int[Tensor, " columns"] | None = None,
     ) -> None:
         assert logits.dtype == torch.bfloat16 and logits.stride(-1) == 1
+        if token_ids is not None:
+            assert token_ids.dtype == torch.long and len(token_ids) == logits.shape[-1]
+            token_ids = token_ids.contiguous()
         self.logits, self.warper, self.token_ids = logits, warper, token_ids
         self.kept = empty(*logits.shape[:-1], KEPT_BYTES, dtype=torch.uint8)
         self._rows = _Rows(

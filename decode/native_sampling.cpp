@@ -121,13 +121,16 @@ int64_t count_from(const bf16* logits, int64_t size, float bound) {
 // All of a row: nothing is truncated.
 Kept whole(const bf16* logits, int64_t size, float largest, float scale) {
     __m512 total = _mm512_setzero_ps();
+    int64_t count = 0;
     for (int64_t i = 0; i < size; i += WIDTH) {
-        const __mmask16 mask = inside(size - i);
-        total = _mm512_mask_add_ps(total, mask, total, weights_of(load(logits + i, mask), largest, scale));
+        const __m512 numbers = load(logits + i, inside(size - i));
+        const __mmask16 mask = _mm512_mask_cmp_ps_mask(inside(size - i), numbers, numbers, _CMP_ORD_Q);
+        total = _mm512_mask_add_ps(total, mask, total, weights_of(numbers, largest, scale));
+        count += _mm_popcnt_u32(mask);
     }
     const float sum = _mm512_reduce_add_ps(total);
     if (!(sum > 0)) return {largest, largest, 1.f, 0};  // nothing is a number
-    return {-INFINITY, largest, sum, size};
+    return {-INFINITY, largest, sum, count};
 }
 
 }  // namespace

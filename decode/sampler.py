@@ -102,7 +102,9 @@ class BatchSampler:
 
     def can_draft_at_once(self, logits: Tensor) -> bool:
         """Whether tokens that follow such logits can be drafted by `draft_at_once`."""
-        return can_draw(logits) and not self.penalties and self.speculation.entropy_bound is None
+        # of tokens that tie as the largest, a bound does not tell which one has all the mass
+        has_q = not (self.needs_q and self.draft_warper.is_greedy)
+        return has_q and can_draw(logits) and not self.penalties and self.speculation.entropy_bound is None
 
     def draft_at_once(
         self, cached: CachedModel, logits: Tensor, num_drafted: int, token_ids: Tensor | None
@@ -122,6 +124,7 @@ class BatchSampler:
         q = Unwarped(room, self.draft_warper, token_ids)
         if self.spread is None:
             self.spread = self.noise.spread_of(range(logits.shape[-1]) if token_ids is None else token_ids)
+        assert len(self.spread) == logits.shape[-1]
         return cached.draft(q.address, num_drafted, self.draft_keys[:, :num_drafted], self.spread), q
 
     def distribution(self, logits: Tensor, drafted: Tensor) -> Distribution:

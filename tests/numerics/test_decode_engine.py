@@ -447,6 +447,13 @@ def test_a_draft_temperature_of_its_own(models: Models, rule: str, draft_tempera
         assert texts == plain(models, "top-p")
 
 
+@pytest.mark.parametrize("draft_temperature", [0.0, 1.6])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_draft_temperature_of_its_own_in_cpp(native: Models, rule: str, draft_temperature: float) -> None:
+    engine = native.engine(verification=rule, draft_temperature=draft_temperature)
+    assert_follows_target(native, "temperature", decoded(engine, own_params("temperature"))[0])
+
+
 @pytest.mark.parametrize("drafts", ["as they are", "cheap", "dear"])
 @pytest.mark.parametrize("rule", RULES)
 def test_drafting_as_many_tokens_as_pay(

@@ -179,6 +179,17 @@ def test_rows_without_numbers_do_not_reach_beyond_the_vocabulary() -> None:
     assert ((tokens >= 0) & (tokens < VOCAB)).all()
 
 
+@pytest.mark.parametrize("rule", ["tokenwise", "block"])
+def test_a_draft_without_numbers_is_never_accepted(rule: str) -> None:
+    sampler = sampler_for([SamplingParams(temperature=0.8)], rule)
+    logits = torch.full((1, DRAFTED + 1, VOCAB), 1.0, dtype=torch.bfloat16)
+    q = Unwarped(torch.full((1, DRAFTED, VOCAB), torch.nan, dtype=torch.bfloat16), sampler.draft_warper)
+    for place in range(DRAFTED):
+        _truncate(q, 0, place)
+    num_accepted, _ = sampler.judge(logits, q, torch.zeros(1, DRAFTED, dtype=torch.long), torch.tensor([DRAFTED]))
+    assert num_accepted.tolist() == [0]
+
+
 def test_keys_of_another_shape_are_refused(tiny_llama: Build) -> None:
     cached = CachedModel(tiny_llama(**SHAPE).bfloat16(), 1, 16)
     q = Unwarped(cached.room_for_logits(2), NativeWarper([0.8], [0], [1.0], [0.0], CPU))

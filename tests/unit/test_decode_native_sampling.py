@@ -185,6 +185,12 @@ def test_rows_without_numbers_choose_some_token() -> None:
         assert found.token_ids is not None
         assert all(0 <= token < 150 for token in found.token_ids.flatten().tolist())
         assert found.probabilities[0].sum() == 0
+    # nor is what memory held before taken for tokens
+    found = NativeWarper([1.0] * 3, [200] * 3, [1.0] * 3, [0.0] * 3, CPU)(logits)
+    assert found.token_ids is not None
+    assert found.token_ids.shape[-1] == 150
+    assert set(found.token_ids[1, 0].tolist()) == set(range(150))
+    assert found.probabilities[1, 0].isfinite().all()
 
 
 def test_the_defaults_of_torch_do_not_matter() -> None:

@@ -37,7 +37,7 @@ def test_it_tells_what_the_run_then_does(
     assert told.disk_bytes == disk_bytes(prepare(replace(config, parity_prompts=0)).task.module, config.train)
     assert 0 < told.evaluation_minutes < told.minutes < 5
     # the machine may be busy at one time and idle at the other
-    assert told.minutes * 60 == pytest.approx(result.metrics["seconds"], rel=0.9, abs=1)
+    assert 0.1 < (told.minutes * 60 + 1) / (result.metrics["seconds"] + 1) < 10
     assert told.tokens_per_second > 50
     assert 50e6 < told.memory_bytes < 100e9
 
