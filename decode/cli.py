@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from .config import BenchConfig, EvaluateConfig, GenerateConfig
+from .config import BenchConfig, EvaluateConfig, GenerateConfig, ProveConfig
 from .console import run_commands
 
 PROGRAM = "spec-decode"
@@ -33,10 +33,23 @@ def _bench(config: BenchConfig) -> None:
     print(bench_tables(bench(config)))
 
 
+def _prove(config: ProveConfig) -> None:
+    from rich import print
+
+    from .prove import prove
+    from .tables import proof_table
+
+    checks = prove(config)
+    print(proof_table(checks))
+    if not all(check.passed for check in checks):
+        raise SystemExit(1)
+
+
 COMMANDS: dict[str, tuple[type, Callable[[Any], None], str]] = {
     "generate": (GenerateConfig, _generate, "answer prompts"),
     "evaluate": (EvaluateConfig, _evaluate, "measure how often the target accepts the draft"),
     "bench": (BenchConfig, _bench, "time plain against speculative decoding"),
+    "prove": (ProveConfig, _prove, "show that its text is the target's"),
 }
 
 

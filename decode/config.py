@@ -143,3 +143,45 @@ class BenchConfig:
             raise ValueError(f"num_prompts: {self.num_prompts} is too few for a median; give 5 or more")
         if not self.temperatures:
             raise ValueError("temperatures: is empty; give some, such as [0, 1]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProveConfig:
+    """Show that a pair's text is its target's: greedy texts, sampled distribution, acceptance; exits with 1 if not.
+
+    Args:
+        pair: the pair's folder, which gets proof.json
+        target: the target, a folder or a hub id; null takes the one that the pair names
+        prompts: an embedded set (service, general) or a .jsonl or .txt file; only its held-out prompts if it marks any
+        num_prompts: prompts that are decoded, for each check anew
+        max_new_tokens: length of each text at most
+        sampling: of the checks that sample
+        num_draft_tokens: tokens proposed a round; null takes the pair's
+        tie_steps: two logits tie by rounding if they are no further apart than so many steps of the dtype at their size
+        seed: of the checks that sample
+        dtype: to serve in; auto keeps the checkpoint's. Greedy texts are compared in float32 too
+    """
+
+    pair: str
+    target: str | None = None
+    prompts: str = "service"
+    num_prompts: int = 24
+    max_new_tokens: int = 64
+    sampling: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=1.0))
+    num_draft_tokens: int | None = None
+    tie_steps: float = 2.0
+    seed: int = 0
+    dtype: Dtype = "auto"
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a value that cannot be meant."""
+        if self.num_prompts < 1:
+            raise ValueError(f"num_prompts: {self.num_prompts} is not possible; give 1 or more")
+        if self.max_new_tokens < 2:
+            raise ValueError(f"max_new_tokens: {self.max_new_tokens} leaves nothing to draft; give 2 or more")
+        if not self.tie_steps >= 0:
+            raise ValueError(f"tie_steps: {self.tie_steps} is not possible; give 0 or more")
+        if self.sampling.temperature == 0:
+            raise ValueError("sampling.temperature: 0 samples nothing; greedy texts are compared anyway")
+        if self.sampling.has_penalties:
+            raise ValueError("sampling: p and q are compared without penalties, biases and bad words; leave them out")

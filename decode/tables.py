@@ -4,11 +4,13 @@ from collections.abc import Callable
 from statistics import median
 
 from rich.console import Group
+from rich.markup import escape
 from rich.table import Table
 
 from .bench import BEST_ASSISTED, Timing
 from .evaluate import Evaluation
 from .params import SamplingParams
+from .prove import Check
 
 
 def name_of(sampling: SamplingParams) -> str:
@@ -42,6 +44,14 @@ def evaluation_table(result: Evaluation) -> Table:
     predicted = " ".join(f"{speedup:.2f}" for speedup in result.predicted_speedup)
     table.add_row("predicted speedup, 1 2 … drafted", predicted, "")
     table.add_row("best number of draft tokens", str(result.best_num_draft_tokens), "")
+    return table
+
+
+def proof_table(checks: list[Check]) -> Table:
+    """What `spec-decode prove` prints."""
+    table = Table("check", "", "found")
+    for check in checks:
+        table.add_row(check.name, "[green]passed[/]" if check.passed else "[red]failed[/]", escape(check.found))
     return table
 
 
