@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -17,6 +18,7 @@ from .costs import Costs, measure_costs
 from .decoder import SpeculativeDecoder
 from .evaluate import heldout_prompts, saved_texts, spread
 from .files import refuse_unwritable, write_json
+from .model import refuse_unsupported_cache
 from .pair import Pair
 from .params import SamplingParams
 from .progress import ProgressBar
@@ -165,6 +167,10 @@ def bench(config: BenchConfig) -> list[Timing]:
         available = [ids[:start] for ids, start in saved_texts(config.responses, decoder, config.prompts)]
     else:
         available = decoder.encode_all(prompts, settings[0])
+    if config.context_tokens:
+        available = lengthened(available, config.context_tokens)
+        for model in (decoder.target, *([decoder.draft.model] if decoder.draft else [])):
+            refuse_unsupported_cache(model, max(map(len, available)) + config.max_new_tokens)
     timed = spread(available, config.num_prompts)
     if len(timed) < 5:
         raise ValueError(f"prompts: {config.prompts} has {len(timed)} held-out prompts; a median needs 5 or more")
@@ -192,6 +198,17 @@ def bench(config: BenchConfig) -> list[Timing]:
     if config.output:
         write_json(Path(config.output), _report(config, decoder, timings))
     return timings
+
+
+def lengthened(prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+    """Each prompt with those that follow it in the list before it, whole, until it has at least so many tokens."""
+    longer = []
+    for place, prompt in enumerate(prompts):
+        others = cycle(prompts[place + 1 :] + prompts[: place + 1])
+        while len(prompt) < num_tokens:
+            prompt = next(others) + prompt
+        longer.append(prompt)
+    return longer
 
 
 def _stock_draft(pair: str) -> str | None:
@@ -222,7 +239,9 @@ def _time(
 ) -> Timing:
     engine, clock, total = decoder.engine, ForwardClock(), Trace()
     most = engine.speculation.num_draft_tokens or engine.speculation.max_draft_tokens
-    costs = measure_costs(decoder, params, max_draft_tokens=most)
+    # in the middle of a text
+    context_length = int(median(map(len, prompts))) + params.max_new_tokens // 2
+    costs = measure_costs(decoder, params, max_draft_tokens=most, context_length=context_length)
 
     def plain(prompt: list[int], params: SamplingParams) -> list[int]:
         (completion,) = decoder.plain.generate_ids([prompt], params)

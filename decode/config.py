@@ -113,6 +113,7 @@ class BenchConfig:
         temperatures: settings to time; 0 is greedy
         top_p: for the settings above temperature 0
         max_new_tokens: length of each text at most
+        context_tokens: let other prompts of the set stand before each, until it has at least so many tokens
         speculation: how to draft and verify
         transformers: also time transformers with the same target weights: plain, assisted by the stock draft with its
             defaults, and assisted with the fixed number of draft tokens that serves it best
@@ -130,6 +131,7 @@ class BenchConfig:
     temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
     top_p: float = 1.0
     max_new_tokens: int = 128
+    context_tokens: int = 0
     speculation: SpeculationParams = field(default_factory=SpeculationParams)
     transformers: bool = False
     roofline: bool = False
@@ -143,6 +145,8 @@ class BenchConfig:
             raise ValueError(f"num_prompts: {self.num_prompts} is too few for a median; give 5 or more")
         if not self.temperatures:
             raise ValueError("temperatures: is empty; give some, such as [0, 1]")
+        if self.context_tokens < 0:
+            raise ValueError(f"context_tokens: {self.context_tokens} is not possible; give 0 or more")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from decode.baselines import Assistance
-from decode.bench import Run, Timing, _take_turns
+from decode.bench import Run, Timing, _take_turns, lengthened
 from decode.costs import Costs
 from decode.params import SamplingParams
 from decode.progress import ProgressBar
@@ -48,6 +48,13 @@ def test_the_best_of_transformers_is_what_we_are_measured_against() -> None:
     assert figures["best_assistance"] == "2"
     assert figures["ratio_to_best_assisted"] == 4.0
     assert figures["median_ratios_to_plain"]["transformers_assisted_best"] == 0.5
+
+
+def test_longer_prompts_have_others_before_them() -> None:
+    prompts = [[1, 2], [3], [4, 5, 6]]
+    assert lengthened(prompts, 4) == [[4, 5, 6, 3, 1, 2], [4, 5, 6, 3], [1, 2, 4, 5, 6]]
+    assert lengthened(prompts, 1) == prompts
+    assert lengthened([[7]], 3) == [[7, 7, 7]]
 
 
 def test_everybody_goes_first_in_turn() -> None:
