@@ -120,6 +120,8 @@ def fresh_draft(target: PreTrainedModel, fresh: FreshConfig) -> PreTrainedModel:
     ):
         if ours.weight.shape == theirs.weight.shape:
             ours.load_state_dict(theirs.state_dict())
+    if text_config.hidden_size != target.config.get_text_config().hidden_size:
+        logger.info("embeddings of another width than the target's are random: train them too, --train_embeddings true")
     draft.generation_config = copy.deepcopy(target.generation_config)
     draft.eval()
     return draft

@@ -387,3 +387,10 @@ class RunConfig:
             raise ValueError("packing_length: branches need texts of their own; use null")
         if (name := self.train.select_by) and name not in SELECTABLE:
             raise ValueError(f"train.select_by: {name!r} cannot be selected by; choose from {', '.join(SELECTABLE)}")
+        if name and name.endswith("predicted_speedup") and not self.measure_speed:
+            raise ValueError(f"train.select_by: {name} needs costs; set measure_speed to true")
+        for stage in self.objective.stages_or_default:
+            if stage.plateau_evals and not self.train.eval_every_steps:
+                raise ValueError("plateau_evals: nothing is evaluated on the way; give train.eval_every_steps too")
+            if self.branches.share and set(stage.losses) == {"cross_entropy"}:
+                raise ValueError("losses: cross_entropy is of text, and branches have none; add another loss")

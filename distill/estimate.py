@@ -11,6 +11,7 @@ from time import perf_counter
 
 import numpy as np
 import torch
+from accelerate import PartialState
 from rich.console import Console
 from rich.table import Table
 
@@ -54,10 +55,35 @@ def estimate(config: RunConfig) -> Estimate:
     Raises:
         ValueError: the run could not begin.
     """
-    train = config.train
-    with tempfile.TemporaryDirectory(prefix=".estimate-", dir=_existing(Path(train.output))) as folder:
+    if PartialState(cpu=not torch.accelerator.is_available()).num_processes > 1:
+        raise ValueError("estimate: measures one process; run it without `accelerate launch`")
+    train, share = config.train, config.branches.share
+    # steps on text and on branches take different times, and few of one kind might not be met among few steps
+    kinds = {0.0: 1 - share, 1.0: share} if 0 < share < 1 else {share: 1.0}
+    measured, held = [], list[Prepared]()
+    for all_or_none, weight in kinds.items():
+        held.clear()  # two at a time would be twice the memory
+        prepared, lines = _few_steps(replace(config, branches=replace(config.branches, share=all_or_none)))
+        held.append(prepared)
+        del prepared
+        measured.append((weight, *_of_a_step(lines)))
+    (prepared,) = held
+    started = perf_counter()
+    device = prepared.task.module.draft.device
+    with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=train.mixed_precision == "bf16"):
+        prepared.task.evaluate(prepared.task.module)
+    seconds = sum(weight * of_step for weight, of_step, _ in measured)
+    tokens = sum(weight * of_step for weight, _, of_step in measured)
+    result = _extrapolated(config, prepared, seconds, tokens, perf_counter() - started)
+    _print(result)
+    return result
+
+
+def _few_steps(config: RunConfig) -> tuple[Prepared, list[dict[str, float]]]:
+    """Take them; what was prepared for them, and the lines of metrics.jsonl."""
+    with tempfile.TemporaryDirectory(prefix=".estimate-", dir=_existing(Path(config.train.output))) as folder:
         few = replace(
-            train,
+            config.train,
             output=folder,
             max_steps=WARM_UP_STEPS + MEASURED_STEPS,
             log_every_steps=1,
@@ -67,36 +93,32 @@ def estimate(config: RunConfig) -> Estimate:
             patience=None,
             trackers=(),
         )
-        prepared = prepare(replace(config, train=few, parity_prompts=0))
+        # nothing is evaluated, so that no stage can end
+        stages = tuple(replace(stage, plateau_evals=None) for stage in config.objective.stages[:1])
+        objective = replace(config.objective, stages=stages)
+        prepared = prepare(replace(config, train=few, parity_prompts=0, objective=objective))
         fit(prepared.task, prepared.rows, prepared.lengths, few, prepared.resolved_config, result_name="pair")
-        lines = RunFolder(Path(folder), "pair").read_metrics()
-    started = perf_counter()
-    device = prepared.task.module.draft.device
-    with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=train.mixed_precision == "bf16"):
-        prepared.task.evaluate(prepared.task.module)
-    result = _extrapolated(config, prepared, lines, perf_counter() - started)
-    _print(result)
-    return result
+        return prepared, RunFolder(Path(folder), "pair").read_metrics()
+
+
+def _of_a_step(lines: list[dict[str, float]]) -> tuple[float, float]:
+    """Seconds and response tokens: medians, for a step of a new shape may have to wait for its program."""
+    steps = [line for line in lines if "seconds" in line]
+    taken = list(pairwise(steps[WARM_UP_STEPS - 1 :]))
+    return tuple(median(ended[name] - begun[name] for begun, ended in taken) for name in ("seconds", "tokens"))  # type: ignore[return-value]
 
 
 def _extrapolated(
-    config: RunConfig, prepared: Prepared, lines: list[dict[str, float]], evaluation_seconds: float
+    config: RunConfig, prepared: Prepared, seconds: float, tokens: float, evaluation_seconds: float
 ) -> Estimate:
     train = config.train
-    steps = [line for line in lines if "seconds" in line]
-    taken = list(pairwise(steps[WARM_UP_STEPS - 1 :]))
-    # medians, for a step of a new shape may have to wait for its program
-    seconds = median(ended["seconds"] - begun["seconds"] for begun, ended in taken)
-    tokens_per_second = median(
-        (ended["tokens"] - begun["tokens"]) / (ended["seconds"] - begun["seconds"]) for begun, ended in taken
-    )
     num_steps = total_steps(len(prepared.rows), train.batch_size, train.num_epochs, train.max_steps)
     num_evaluations = 1 + (num_steps - 1) // train.eval_every_steps if train.eval_every_steps else 1
     evaluating = num_evaluations * evaluation_seconds
     return Estimate(
         num_steps=num_steps,
         num_tokens=_response_tokens(prepared, train, num_steps),
-        tokens_per_second=tokens_per_second,
+        tokens_per_second=tokens / seconds,
         minutes=(num_steps * seconds + evaluating) / 60,
         evaluation_minutes=evaluating / 60,
         disk_bytes=disk_bytes(prepared.task.module, train, saves_all=not prepared.task.own),

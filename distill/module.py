@@ -153,7 +153,9 @@ class DistillModule(nn.Module):
         log_q_of_all = self._log_q(logits)
         log_p, log_q = self._compared(signal, log_q_of_all)
         losses = self.objective(log_p, log_q, log_q_of_all, own)
-        return (losses if weights is None else weights * losses).sum(), acceptance(log_p, log_q.detach()).sum()
+        likely = slice(None) if signal.log_tail is None else slice(-1)  # of a tail it is not known what is in it
+        alpha = acceptance(log_p[:, likely], log_q.detach()[:, likely])
+        return (losses if weights is None else weights * losses).sum(), alpha.sum()
 
     def _on_branches(self, batch: Batch) -> StepOutput:
         """Positions count by the probability that they are reached, and more where they are rejected if so wished."""

@@ -1,6 +1,7 @@
 """Distillation: train a pair's draft on the target's distributions, and leave the trained pair."""
 
 import functools
+import hashlib
 import json
 import logging
 from dataclasses import asdict, dataclass
@@ -39,7 +40,8 @@ from .branches import refuse_unbranchable
 from .config import RunConfig
 from .module import DistillModule
 from .parity import prove_parity, why_unprovable
-from .responses import refuse_responses_of_another_target
+from .parts import read_record
+from .responses import RECORD, refuse_responses_of_another_target
 from .signal import SignalRecord, load_record, load_signal, refuse_cache_of_another_target
 from .size import refuse_full_disk
 from .task import DistillTask
@@ -73,12 +75,14 @@ def distill(config: RunConfig) -> FitResult:
     prepared = prepare(config)
     task = prepared.task
     refuse_full_disk(task.module, config.train, saves_all=not task.own)
+    reason = why_unprovable(task, config) if config.parity_prompts else None
+    if reason:
+        logger.info("parity will not be proved: %s", reason)
+    if PartialState().is_main_process:
+        _keep_inputs(config)
     result = fit(task, prepared.rows, prepared.lengths, config.train, prepared.resolved_config, result_name="pair")
-    if config.parity_prompts and PartialState().is_main_process:
-        if (reason := why_unprovable(task, config)) is None:
-            prove_parity(task, result.result, config)
-        else:
-            logger.info("parity is not proved: %s", reason)
+    if config.parity_prompts and reason is None and PartialState().is_main_process:
+        prove_parity(task, result.result, config)
     return result
 
 
@@ -106,9 +110,15 @@ def prepare(config: RunConfig) -> Prepared:
     if config.packing_length is not None and max(lengths) > config.packing_length:
         raise ValueError(f"packing_length: {config.packing_length} is not possible; a text has {max(lengths)} tokens")
     resolved = asdict(config)
-    RunFolder(Path(config.train.output), "pair").check(resolved)  # before anything is written there
-    costs = _costs(config, target_name)
-    # of a kept signal only the head is wanted: a target that fits nowhere here can teach
+    run = RunFolder(Path(config.train.output), "pair")
+    run.check(resolved)  # before anything is written there
+    has_begun = run.checkpoints.exists() or run.result.exists()
+    if has_begun:
+        _refuse_other_inputs(config)
+    if (config.train.select_by or "").startswith("greedy") and texts.heldout_greedy is None:
+        raise ValueError(f"train.select_by: {config.responses} has no greedy answers; choose another metric")
+    costs = _costs(config, target_name, has_begun)
+    # of a kept signal only the head is wanted: but for costs and parity, a target that fits nowhere here can teach
     target = load_model(target_name, role="target", layers=record is None)
     own: dict[str, nn.Parameter] = {}
     if pair.draft_kind == "model":
@@ -120,7 +130,7 @@ def prepare(config: RunConfig) -> Prepared:
         if config.train_embeddings:
             raise ValueError("train_embeddings: those of a target that drafts for itself stay as they are; use false")
     passing = [draft] if record else [draft, target]  # those that texts go through
-    reference = _reference(config)
+    reference = _reference(config, tokenizer, target_name)
     _refuse_unknown_tokens(texts, [target, draft])
     if config.packing_length is not None:
         for model in passing:
@@ -130,11 +140,16 @@ def prepare(config: RunConfig) -> Prepared:
         refuse_unbranchable(draft, "draft")
     token_ids = _token_ids(load_draft_vocab(folder), draft, target)
     stop_ids = stop_token_ids(target, tokenizer)
+    ends = stop_ids
+    if texts.by_target:
+        sampling = read_record(config.responses, RECORD)["settings"].get("sampling", {})
+        # a stop string ends a text with whatever token completed it
+        ends = frozenset() if sampling.get("stop") else stop_ids | frozenset(sampling.get("stop_token_ids", ()))
     chosen = None if token_ids is None else token_ids.cpu().numpy()
     check_data(
         without_signal(texts.train),
         tokenizer,
-        stop_ids=stop_ids,
+        stop_ids=ends,
         token_ids=chosen,
         limits=config.data_limits,
         name="responses",
@@ -195,13 +210,46 @@ def _signal_record(config: RunConfig, target_name: str, tokenizer: Tokenizer) ->
     return record
 
 
-def _costs(config: RunConfig, target_name: str) -> Costs | None:
+def _inputs(config: RunConfig) -> dict[str, str]:
+    """What tells other responses, or another pair, of the same name: hashes of files."""
+    folders = {"responses": Path(config.responses), "pair": Path(config.pair)}
+    names = {"responses": (RECORD, "cache.json"), "pair": ("draft_vocab.safetensors", "draft/config.json")}
+    files = [(what, folder / name) for what, folder in folders.items() for name in names[what]]
+    files += [("responses", folders["responses"])]
+    found: dict[str, str] = {}
+    for what, path in files:
+        if path.is_file():
+            with path.open("rb") as file:
+                found[what] = found.get(what, "") + hashlib.file_digest(file, "sha256").hexdigest()
+    return found
+
+
+def _keep_inputs(config: RunConfig) -> None:
+    path, content = Path(config.train.output) / "inputs.json", json.dumps(_inputs(config), indent=1)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.is_file() or path.read_text(encoding="utf-8") != content:
+        write_text(path, content)
+
+
+def _refuse_other_inputs(config: RunConfig) -> None:
+    path = Path(config.train.output) / "inputs.json"
+    recorded = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    for what, now in _inputs(config).items():
+        if recorded.get(what, now) != now:
+            raise ValueError(
+                f"{what}: {getattr(config, what)} is not what it was when {config.train.output} was begun; "
+                "restore it or give another output"
+            )
+
+
+def _costs(config: RunConfig, target_name: str, has_begun: bool) -> Costs | None:
     """Measured once a run, by the main process while the others wait: they must all predict the same."""
     if not config.measure_speed:
         return None
     path = Path(config.train.output) / "costs.json"
     with PartialState(cpu=not torch.accelerator.is_available()).main_process_first():
-        if not path.is_file():
+        # what a run left that came to nothing may be of another draft
+        if not (has_begun and path.is_file()) and PartialState().is_main_process:
             decoder = SpeculativeDecoder.from_pretrained(target_name, config.pair)
             costs = measure_costs(decoder, SamplingParams(temperature=config.temperature))
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -216,14 +264,16 @@ def _costs(config: RunConfig, target_name: str) -> Costs | None:
     return costs
 
 
-def _reference(config: RunConfig) -> PreTrainedModel | None:
+def _reference(config: RunConfig, tokenizer: Tokenizer, target_name: str) -> PreTrainedModel | None:
     if config.objective.reference is None or config.objective.selected_fraction == 1:
         return None
     if (kind := Pair.load(Path(config.objective.reference)).draft_kind) != "model":
         raise ValueError(
             f"reference: {config.objective.reference} has no draft of its own ({kind}); give a pair with one"
         )
-    return load_model(str(Path(config.objective.reference) / "draft"), "float32", "reference")
+    name = str(Path(config.objective.reference) / "draft")
+    refuse_other_tokenizer(tokenizer, load_tokenizer(name, "reference"), target_name, name)
+    return load_model(name, "float32", "reference")
 
 
 def _token_ids(chosen: Tensor | None, draft: PreTrainedModel, target: PreTrainedModel) -> Tensor | None:

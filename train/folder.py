@@ -9,8 +9,8 @@ import yaml
 
 from .checkpoint import write_text
 
-# "output" may differ, so that a run folder can be moved or be given by another path.
-FREE_KEY = "output"
+# May differ: "output", so that a run folder can be moved or be given by another path, and what changes no weight.
+FREE_KEYS = {"output", "log_every_steps", "trackers", "parity_prompts"}
 
 
 class RunFolder:
@@ -42,7 +42,7 @@ class RunFolder:
         wanted = _flat(json.loads(json.dumps(resolved_config)))
         for key in [*wanted, *recorded]:
             was, now = recorded.get(key, "absent"), wanted.get(key, "absent")
-            if was != now and key.rpartition(".")[2] != FREE_KEY:
+            if was != now and key.rpartition(".")[2] not in FREE_KEYS:
                 raise ValueError(
                     f"{key}: {now!r} differs from {was!r}, with which {self.path} was begun; "
                     f"restore it or give another output"

@@ -95,8 +95,8 @@ def refuse_unpackable(model: Any) -> None:
     same = (after - alone).abs().max() <= torch.finfo(logits.dtype).eps ** 0.5 * alone.abs().max()
     if not same:
         raise ValueError(
-            f"packing: true is not possible, for model type {model.config.model_type!r} lets packed documents see each "
-            "other; use false"
+            f"packing_length: is not possible, for model type {model.config.model_type!r} lets packed documents see "
+            "each other; use null"
         )
 
 

@@ -190,6 +190,7 @@ def selecting_by(metric: str) -> TrainConfig:
 
 
 TV, BLOCK = Stage(losses={"tv": 1.0}), Stage(losses={"block_efficiency": 1.0})
+CE, PLATEAU = Stage(losses={"cross_entropy": 1.0}), Stage(losses={"tv": 1.0}, plateau_evals=2)
 
 WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: Stage(losses={}), "losses: {} is"),
@@ -225,6 +226,12 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: configure({}, chunk_size=0), "chunk_size: 0 is"),
     (lambda: configure({}, packing_length=1), "packing_length: 1 is"),
     (lambda: configure({}, parity_prompts=-1), "parity_prompts: -1 is"),
+    (
+        lambda: configure({}, train=selecting_by("predicted_speedup"), measure_speed=False),
+        "train.select_by: predicted_s",
+    ),
+    (lambda: configure({"stages": (PLATEAU, TV)}), "plateau_evals: nothing is evaluated on the way"),
+    (lambda: configure({"stages": (CE,)}, {"share": 0.5}), "losses: cross_entropy is of text"),
     (lambda: configure({}, train=selecting_by("alhpa")), "train.select_by: 'alhpa' cannot be selected by"),
     (lambda: configure({}, train=selecting_by("forward_kl")), "train.select_by: 'forward_kl' cannot be selected by"),
 ]
@@ -243,5 +250,5 @@ def test_what_can_be_meant_is_not_refused() -> None:
     configure({}, train=selecting_by("greedy_predicted_speedup"))
     configure({"selected_fraction": 0.5, "reference": "pair"})
     assert configure({"stages": ()}).objective.stages_or_default == (Stage(losses={"forward_kl": 1.0}),)
-    configure({"stages": (Stage(losses={"tv": 1.0}, plateau_evals=2), TV)})
+    configure({"stages": (PLATEAU, TV)}, train=TrainConfig(output="run", eval_every_steps=5))
     configure({}, {"share": 1.0, "num_draft_tokens": 1, "per_text": 1, "rejected_weight": 0.5})

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -521,6 +522,59 @@ def test_costs_are_measured_once_and_then_read(configure_run: Configure, monkeyp
     file.write_text(file.read_text().replace("0.25", "0.5"))
     assert prepare(config).task.costs.draft_step == 0.5
     assert len(measured) == 1
+
+
+def test_costs_that_a_run_left_which_came_to_nothing_are_measured_anew(
+    configure_run: Configure, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    costs = Costs(seconds_per_token=0.1, draft_step=0.25, target_pass=[1.0] * 9)
+    monkeypatch.setattr(run, "measure_costs", lambda decoder, params: costs)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "costs.json").write_text(json.dumps(asdict(replace(costs, draft_step=0.5))))
+    assert prepare(configure_run(max_steps=1, measure_speed=True)).task.costs == costs
+
+
+def test_other_inputs_of_the_same_name_are_refused(
+    configure_run: Configure, distill_folders: dict[str, Path], tmp_path: Path
+) -> None:
+    responses, pair = tmp_path / "responses", tmp_path / "pair"
+    shutil.copytree(distill_folders["responses"], responses)
+    shutil.copytree(distill_folders["reduced"], pair)
+    config = configure_run(max_steps=2, checkpoint_every_steps=1, responses=responses, pair=pair)
+    distill(config)
+    prepare(config)
+    distill(replace(config, parity_prompts=3, train=replace(config.train, log_every_steps=1)))  # changes no weight
+    record = json.loads((responses / "respond.json").read_text())
+    record["settings"]["samples_per_prompt"] = 17
+    (responses / "respond.json").write_text(json.dumps(record))
+    with pytest.raises(ValueError, match=r"^responses: .* is not what it was when .* was begun; restore it"):
+        prepare(config)
+    shutil.copy(distill_folders["responses"] / "respond.json", responses)
+    shutil.copy(distill_folders["reduced"] / "draft" / "config.json", pair / "draft" / "config.json")
+    prepare(config)
+    ids = load_draft_vocab(pair)
+    assert ids is not None
+    ids[-1] += 1
+    save_draft_vocab(pair, ids)
+    with pytest.raises(ValueError, match=r"^pair: .* is not what it was"):
+        prepare(config)
+
+
+def test_texts_that_a_stop_string_ended_need_no_stop_token(
+    configure_run: Configure, distill_folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[frozenset[int]] = []
+    monkeypatch.setattr(run, "check_data", lambda *arguments, **named: given.append(frozenset(named["stop_ids"])))
+    responses = tmp_path / "responses"
+    shutil.copytree(distill_folders["responses"], responses)
+    path = responses / "respond.json"
+    record = json.loads(path.read_text())
+    for changes in ({}, {"stop_token_ids": [77]}, {"stop": ["."]}):
+        record["settings"]["sampling"] |= changes
+        path.write_text(json.dumps(record))
+        prepare(configure_run(max_steps=1, responses=responses))
+    assert given[0] and given[1] == given[0] | {77}
+    assert given[2] == frozenset()
 
 
 def test_the_best_weights_are_those_of_the_largest_predicted_speedup(configure_run: Configure) -> None:

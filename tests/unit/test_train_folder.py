@@ -25,6 +25,7 @@ def test_the_same_configuration_may_go_on_under_another_output(tmp_path: Path) -
     folder = begun(tmp_path / "run")
     folder.check(resolved())
     folder.check(resolved(output="elsewhere"))
+    folder.check(resolved(trackers=("tensorboard",), log_every_steps=3))  # they change no weight
 
 
 @pytest.mark.parametrize(
@@ -33,7 +34,7 @@ def test_the_same_configuration_may_go_on_under_another_output(tmp_path: Path) -
         ({"seed": 1}, r"^train\.seed: 1 differs from 0"),
         ({"max_steps": 5}, r"^train\.max_steps: 5 differs from None"),
         ({"extra": 1}, r"^train\.extra: 1 differs from 'absent'"),
-        ({"trackers": ("x",)}, r"^train\.trackers: "),
+        ({"betas": (0.5, 0.9)}, r"^train\.betas: "),
     ],
 )
 def test_the_first_differing_key_is_named(changes: dict[str, Any], message: str, tmp_path: Path) -> None:

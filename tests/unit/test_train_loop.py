@@ -12,6 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from train import checkpoint
 from train.config import TrainConfig
@@ -178,6 +179,25 @@ def test_the_average_is_evaluated_and_saved_and_does_not_touch_training(tmp_path
 
 
 # --- the choice of the result -------------------------------------------------------------------------------
+
+
+def test_gradients_are_clipped_before_a_step(tmp_path: Path) -> None:
+    def norms(max_grad_norm: float) -> list[float]:
+        found: list[float] = []
+
+        def note(optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
+            weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+            found.append(float(torch.stack([weight.grad.norm() for weight in weights]).norm()))
+
+        hook = register_optimizer_step_pre_hook(note)
+        try:
+            train(RegressionTask(), configure(tmp_path / f"{max_grad_norm}", max_grad_norm=max_grad_norm))
+        finally:
+            hook.remove()
+        return found
+
+    assert norms(0.01) == pytest.approx([0.01] * NUM_STEPS, rel=1e-3)
+    assert min(norms(0.0)) > 0.02  # the control
 
 
 def test_without_select_by_the_last_weights_are_the_result(tmp_path: Path) -> None:

@@ -193,5 +193,5 @@ def test_models_that_keep_documents_apart_are_taken(kind: str, dtype: torch.dtyp
 @pytest.mark.parametrize("kind", ["bloom", "mamba"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_models_that_do_not_are_refused(kind: str, dtype: torch.dtype, make_model: MakeModel) -> None:
-    with pytest.raises(ValueError, match=f"^packing: true is not possible, for model type '{kind}' "):
+    with pytest.raises(ValueError, match=f"^packing_length: is not possible, for model type '{kind}' "):
         refuse_unpackable(make_model(kind).to(dtype))
