@@ -77,9 +77,7 @@ def distill(config: RunConfig) -> FitResult:
     refuse_full_disk(task.module, config.train, saves_all=not task.own)
     reason = why_unprovable(task, config) if config.parity_prompts else None
     if reason:
-        logger.info("parity will not be proved: %s", reason)
-    if PartialState().is_main_process:
-        _keep_inputs(config)
+        logger.info("parity is not proved: %s", reason)
     result = fit(task, prepared.rows, prepared.lengths, config.train, prepared.resolved_config, result_name="pair")
     if config.parity_prompts and reason is None and PartialState().is_main_process:
         prove_parity(task, result.result, config)
@@ -113,8 +111,6 @@ def prepare(config: RunConfig) -> Prepared:
     run = RunFolder(Path(config.train.output), "pair")
     run.check(resolved)  # before anything is written there
     has_begun = run.checkpoints.exists() or run.result.exists()
-    if has_begun:
-        _refuse_other_inputs(config)
     if (config.train.select_by or "").startswith("greedy") and texts.heldout_greedy is None:
         raise ValueError(f"train.select_by: {config.responses} has no greedy answers; choose another metric")
     costs = _costs(config, target_name, has_begun)
@@ -171,7 +167,7 @@ def prepare(config: RunConfig) -> Prepared:
         pair.target = describe_target(config.target, tokenizer)
     padding_id = tokenizer.eos_token_id or 0
     with_signal = functools.partial(_collate, padding_id=padding_id, record=record)
-    task = DistillTask(module, with_signal, texts, config, costs, tokenizer, pair, own)
+    task = DistillTask(module, with_signal, texts, config, costs, tokenizer, pair, own, _inputs(config))
     return Prepared(task, texts.train, [len(ids) for ids in column(texts.train, "input_ids")], resolved)
 
 
@@ -224,24 +220,6 @@ def _inputs(config: RunConfig) -> dict[str, str]:
     return found
 
 
-def _keep_inputs(config: RunConfig) -> None:
-    path, content = Path(config.train.output) / "inputs.json", json.dumps(_inputs(config), indent=1)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if not path.is_file() or path.read_text(encoding="utf-8") != content:
-        write_text(path, content)
-
-
-def _refuse_other_inputs(config: RunConfig) -> None:
-    path = Path(config.train.output) / "inputs.json"
-    recorded = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    for what, now in _inputs(config).items():
-        if recorded.get(what, now) != now:
-            raise ValueError(
-                f"{what}: {getattr(config, what)} is not what it was when {config.train.output} was begun; "
-                "restore it or give another output"
-            )
-
-
 def _costs(config: RunConfig, target_name: str, has_begun: bool) -> Costs | None:
     """Measured once a run, by the main process while the others wait: they must all predict the same."""
     if not config.measure_speed:
@@ -249,7 +227,7 @@ def _costs(config: RunConfig, target_name: str, has_begun: bool) -> Costs | None
     path = Path(config.train.output) / "costs.json"
     with PartialState(cpu=not torch.accelerator.is_available()).main_process_first():
         # what a run left that came to nothing may be of another draft
-        if not (has_begun and path.is_file()) and PartialState().is_main_process:
+        if PartialState().is_main_process and not (has_begun and path.is_file()):
             decoder = SpeculativeDecoder.from_pretrained(target_name, config.pair)
             costs = measure_costs(decoder, SamplingParams(temperature=config.temperature))
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -36,6 +36,7 @@ class DistillTask:
         tokenizer: goes into the pair.
         pair: what the trained pair will say of itself.
         own: of a target that drafts for itself, what is trained, by the names that it has in a pair.
+        inputs: what tells others of the same name, by field of the config; a resumed run must find the same.
 
     Attributes:
         state: what must survive an interruption.
@@ -51,6 +52,7 @@ class DistillTask:
         tokenizer: Tokenizer,
         pair: Pair,
         own: dict[str, nn.Parameter] | None = None,
+        inputs: dict[str, str] | None = None,
     ) -> None:
         self.module = module
         self._collate = collate
@@ -60,7 +62,8 @@ class DistillTask:
         self.tokenizer = tokenizer
         self.pair = pair
         self.own = own or {}
-        self.state: dict[str, Any] = {}
+        self.inputs = inputs or {}
+        self.state: dict[str, Any] = {"inputs": dict(self.inputs)}
         self.stages = Stages(config.objective.stages_or_default, self.state)
 
     def collate(self, rows: list[dict[str, Any]]) -> Batch:
@@ -69,6 +72,12 @@ class DistillTask:
 
     def begin_step(self, step: int, num_steps: int) -> None:
         """Choose the losses, and between text and branches: the same on every process and after every resume."""
+        for what, was in self.state.get("inputs", {}).items():
+            if self.inputs.get(what, was) != was:
+                name, output = getattr(self.config, what), self.config.train.output
+                raise ValueError(
+                    f"{what}: {name} is not what it was when {output} was begun; restore it or give another output"
+                )
         self.module.objective.weights = self.stages.at(step, num_steps).losses
         drawn = np.random.default_rng((self.config.train.seed, step)).random()
         self.module.branching = bool(drawn < self.config.branches.share)

@@ -14,7 +14,8 @@ from jaxtyping import install_import_hook
 # Before these modules are first imported: their functions then check every shape they declare.
 install_import_hook(["decode.sampling", "decode.verify", "distill.losses"], "beartype.beartype")
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,14 @@ def real_target() -> Path:
     if not (REAL_TARGET / "model.safetensors").is_file():
         pytest.fail(f"{REAL_TARGET} is not there: run scripts/fetch_smollm2.py", pytrace=False)
     return REAL_TARGET
+
+
+@pytest.fixture(autouse=True)
+def _quiet_loggers() -> Iterator[None]:
+    """A command that ran in this process logs to a stream that was the test's own."""
+    yield
+    for package in ("train", "distill", "decode"):
+        logging.getLogger(package).handlers = []
 
 
 def _tiny_llama(

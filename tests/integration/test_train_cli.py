@@ -159,7 +159,7 @@ def test_as_a_program_it_logs_plain_lines(model: Path, data: Path, tmp_path: Pat
     assert [line.split(": ")[0] for line in about_data] == ["data", "data"], done.stderr
     assert [line.split("  ")[0] for line in logged] == ["step 1/2", "step 2/2"], done.stderr
     assert all("tokens/s" in line and "ETA" in line for line in logged)
-    refused = program("--train.log_every_steps", "2")
+    refused = program("--train.seed", "2")
     assert refused.returncode == 2
-    assert refused.stderr.splitlines()[2].startswith("spec-train: error: train.log_every_steps: 2 differs from 1")
+    assert refused.stderr.splitlines()[2].startswith("spec-train: error: train.seed: 2 differs from 0")
     assert refused.stderr.count("\n") == 3

@@ -54,6 +54,9 @@ class Recorder:
         self.speculation = SimpleNamespace(entropy_bound=None)
         self.needs_q = False
 
+    def can_draft_at_once(self, logits: Tensor) -> bool:
+        return False
+
     def draft(self, logits: Tensor, drafted: Tensor, *of_vocabulary: object) -> tuple[Tensor, None]:
         self.logits.append(logits.float())
         return DRAFTED[:, drafted.shape[1]], None

@@ -540,24 +540,28 @@ def test_other_inputs_of_the_same_name_are_refused(
     responses, pair = tmp_path / "responses", tmp_path / "pair"
     shutil.copytree(distill_folders["responses"], responses)
     shutil.copytree(distill_folders["reduced"], pair)
-    config = configure_run(max_steps=2, checkpoint_every_steps=1, responses=responses, pair=pair)
-    distill(config)
-    prepare(config)
-    distill(replace(config, parity_prompts=3, train=replace(config.train, log_every_steps=1)))  # changes no weight
+    config = configure_run(max_steps=2, responses=responses, pair=pair)
+    kept = json.loads(json.dumps(prepare(config).task.state))
+
+    def go_on() -> None:
+        task = prepare(config).task
+        task.state.update(kept)
+        task.begin_step(1, 2)
+
+    go_on()
     record = json.loads((responses / "respond.json").read_text())
     record["settings"]["samples_per_prompt"] = 17
     (responses / "respond.json").write_text(json.dumps(record))
     with pytest.raises(ValueError, match=r"^responses: .* is not what it was when .* was begun; restore it"):
-        prepare(config)
+        go_on()
     shutil.copy(distill_folders["responses"] / "respond.json", responses)
-    shutil.copy(distill_folders["reduced"] / "draft" / "config.json", pair / "draft" / "config.json")
-    prepare(config)
+    go_on()
     ids = load_draft_vocab(pair)
     assert ids is not None
     ids[-1] += 1
     save_draft_vocab(pair, ids)
     with pytest.raises(ValueError, match=r"^pair: .* is not what it was"):
-        prepare(config)
+        go_on()
 
 
 def test_texts_that_a_stop_string_ended_need_no_stop_token(

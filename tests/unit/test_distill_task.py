@@ -120,13 +120,13 @@ def test_a_step_is_of_its_stage_and_of_text_or_branches(configure_run: Configure
 
 def test_how_far_the_stages_came_is_its_state(configure_run: Configure) -> None:
     stages = (Stage(losses={"forward_kl": 1.0}, plateau_evals=2), Stage(losses={"tv": 1.0}))
-    task = prepare(configure_run(objective=ObjectiveConfig(stages=stages))).task
+    task = prepare(configure_run(objective=ObjectiveConfig(stages=stages), eval_every_steps=5)).task
     for _ in range(3):
         evaluated(task)
     kept = dict(task.state)
     task.begin_step(5, 10)
     assert list(task.module.objective.weights) == ["tv"]
-    again = prepare(configure_run(objective=ObjectiveConfig(stages=stages))).task
+    again = prepare(configure_run(objective=ObjectiveConfig(stages=stages), eval_every_steps=5)).task
     again.begin_step(5, 10)
     assert list(again.module.objective.weights) == ["forward_kl"]  # the control
     again.state.clear()
