@@ -22,7 +22,8 @@ KEPT_BYTES = 24
 
 def can_draw(logits: Tensor) -> bool:
     """Whether these logits are such as C++ takes, and this machine has what it needs."""
-    return logits.dtype == torch.bfloat16 and logits.device.type == "cpu" and logits.stride(-1) == 1 and _available()
+    fits = logits.dtype == torch.bfloat16 and logits.device.type == "cpu" and logits.stride(-1) == 1
+    return fits and native_available()
 
 
 class NativeWarper(LogitsWarper):
@@ -98,7 +99,7 @@ def draw(
 def can_arrive(weights: Distribution) -> bool:
     """Whether `arrive` takes these weights."""
     numbers = weights.probabilities
-    return numbers.dtype == torch.float32 and numbers.device.type == "cpu" and _available()
+    return numbers.dtype == torch.float32 and numbers.device.type == "cpu" and native_available()
 
 
 def arrive(
@@ -164,7 +165,8 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 @functools.cache
-def _available() -> bool:
+def native_available() -> bool:
+    """Whether this machine has what the C++ needs; if not, the reason is logged once."""
     try:
         native_library()
     except Unavailable as reason:

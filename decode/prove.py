@@ -4,7 +4,6 @@ Every check compares speculative decoding with the target's own passes over the 
 for whatever is wrong between the two: a cache, a mask, a rule, a distribution that is not the one drawn from.
 """
 
-import logging
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from .completion import Completion
 from .config import ProveConfig
 from .decoder import SpeculativeDecoder
 from .evaluate import heldout_prompts, spread
-from .files import write_json
+from .files import refuse_unwritable, write_json
 from .model import CachedModel
 from .native_round import Unwarped
 from .pair import Pair
@@ -29,9 +28,7 @@ from .sampler import BatchSampler
 from .sampling import Distribution, LogitsWarper
 from .trace import Trace
 
-logger = logging.getLogger(__name__)
-
-# a sound pair fails once in so many runs, check by check
+# the chance that a sound pair fails a check
 HONEST = 1e-5
 # of acceptance, on average: what passes of other widths may round away
 MIN_DRIFT = 0.003
@@ -85,11 +82,12 @@ def prove(config: ProveConfig) -> list[Check]:
     """
     folder = Path(config.pair)
     pair = Pair.load(folder)
-    num_draft_tokens = config.num_draft_tokens or pair.num_draft_tokens
+    num_draft_tokens = pair.num_draft_tokens if config.num_draft_tokens is None else config.num_draft_tokens
     speculation = SpeculationParams(num_draft_tokens=num_draft_tokens, never_slower=False)
     prompts = spread(heldout_prompts(config.prompts), config.num_prompts)
     decoder = SpeculativeDecoder.from_pretrained(config.target, config.pair, speculation, dtype=config.dtype)
     encoded = decoder.encode_all(prompts, replace(config.sampling, max_new_tokens=config.max_new_tokens))
+    refuse_unwritable(str(folder / "proof.json"))
     batches = -(-len(encoded) // BATCH_SIZE)
     decoders = [decoder]
     if decoder.target.dtype != torch.float32:
@@ -148,9 +146,8 @@ def _divergence(
     decoder: SpeculativeDecoder, prompt: int, ours: Completion, theirs: Completion, tie_steps: float
 ) -> Divergence:
     pairs = zip(ours.ids, theirs.ids, strict=False)
-    shorter = (
-        min(len(ours.ids), len(theirs.ids)) - 1
-    )  # a text that ends early differs after its last token at the latest
+    # a text that ends early without another token differs where it ends
+    shorter = min(len(ours.ids), len(theirs.ids)) - 1
     position = next((place for place, (a, b) in enumerate(pairs) if a != b), shorter)
     prefix = theirs.prompt + theirs.ids[:position]
     logits = _logits(decoder.target, prefix, len(prefix) - 1)[0].float()

@@ -48,9 +48,8 @@ def main() -> None:
     seconds: dict[tuple[str, int], list[float]] = {}
     for _ in range(options.repetitions + 1):
         for name, cached in passes.items():
-            cached.forward(
-                torch.randint(model.config.vocab_size, (1, 1))
-            )  # as in decoding, the last pass was its own too
+            # as in decoding, the last pass was its own too
+            cached.forward(torch.randint(model.config.vocab_size, (1, 1)))
             cached.rollback([options.context_length])
             for num_tokens in NUMS_TOKENS:
                 tokens = torch.randint(model.config.vocab_size, (1, num_tokens))

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
-import decode.native
+from decode.cache import BufferLayer
 from decode.llama import leave_to_transformers
 from decode.model import CachedModel
-from decode.native import Unavailable
+from decode.native_sampling import native_available
 from decode.params import SamplingParams, SpeculationParams
 from decode.plain import PlainDecoder
 from decode.self_draft import SelfDraft, new_adapter
@@ -36,14 +36,6 @@ SPECS = {
     "exit, layer": SelfDraft(num_layers=1, adapter="layer"),
     "exit, skipping": SelfDraft(num_layers=3, skipped_attention=(0,), skipped_mlp=(1,)),
 }
-
-
-def available() -> bool:
-    try:
-        decode.native.native_library()
-    except Unavailable:
-        return False
-    return True
 
 
 class Recorder:
@@ -105,7 +97,7 @@ def test_every_way_computes_the_same(spec: SelfDraft, tiny_llama: Build) -> None
             assert error(found, other) < 0.07 * float(truth.std())
         else:
             assert error(found, truth) < min(1.5 * error(other, truth), 0.1 * float(truth.std()))
-    if available():
+    if native_available():
         assert CachedModel(rounded, 1, 8).fast.native is not None  # type: ignore[union-attr]
 
 
@@ -118,7 +110,7 @@ def test_it_decodes_in_bfloat16_too(spec: SelfDraft, tiny_llama: Build) -> None:
     completions, traces = engine.generate_ids(TEXTS, SamplingParams(max_new_tokens=12, temperature=1.0))
     assert [len(completion.ids) for completion in completions] == [12, 12]
     assert sum(trace.num_drafted for trace in traces) > 10
-    assert (proposer.fast is not None) == available()
+    assert (proposer.fast is not None) == native_available()
 
 
 @torch.inference_mode()
@@ -147,14 +139,14 @@ def test_first_layers_pass_over_each_token_once(tiny_llama: Build, monkeypatch: 
     model = tiny_llama(seed=1, **SHAPE)
     leave_to_transformers(model)
     counts: dict[int, int] = {}
-    update = decode.cache.BufferLayer.update
+    update = BufferLayer.update
 
     def counted(layer: Any, keys: Tensor, *others: Any, **more: Any) -> Any:
         index = layer.owner.layers.index(layer)
         counts[index] = counts.get(index, 0) + keys.shape[2]
         return update(layer, keys, *others, **more)
 
-    monkeypatch.setattr(decode.cache.BufferLayer, "update", counted)
+    monkeypatch.setattr(BufferLayer, "update", counted)
     one_round(model, SelfDraft(num_layers=2))
     read = max(map(len, TEXTS)) - 1
     assert counts == dict.fromkeys(range(4), read + 4)  # the last committed token and three drafted

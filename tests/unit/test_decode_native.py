@@ -25,7 +25,8 @@ from transformers import (
 import decode.native
 from decode.llama import LlamaForward
 from decode.model import CachedModel
-from decode.native import Unavailable, native_forward
+from decode.native import native_forward
+from decode.native_sampling import native_available
 
 Build = Callable[..., LlamaForCausalLM]
 SHAPE: dict[str, Any] = dict(
@@ -40,15 +41,7 @@ SHAPE: dict[str, Any] = dict(
 )
 
 
-def available() -> bool:
-    try:
-        decode.native.native_library()
-    except Unavailable:
-        return False
-    return True
-
-
-needs_units = pytest.mark.skipif(not available(), reason="needs a compiler and a CPU with bf16 matrix units")
+needs_units = pytest.mark.skipif(not native_available(), reason="needs a compiler and a CPU with bf16 matrix units")
 
 
 def build(name: str, tiny_llama: Build) -> PreTrainedModel:

@@ -13,14 +13,15 @@ import decode.sampler
 from decode.completion import Completion
 from decode.head import reduce_output_vocabulary
 from decode.model import CachedModel
+from decode.native import native_library
 from decode.native_round import Unwarped
-from decode.native_sampling import NativeWarper, _available
+from decode.native_sampling import NativeWarper, native_available
 from decode.params import SamplingParams, SpeculationParams
 from decode.proposer import DraftModelProposer
 from decode.sampler import BatchSampler
 from decode.sampling import Distribution
 
-pytestmark = pytest.mark.skipif(not _available(), reason="needs a compiler and a CPU with bf16 matrix units")
+pytestmark = pytest.mark.skipif(not native_available(), reason="needs a compiler and a CPU with bf16 matrix units")
 
 Build = Callable[..., LlamaForCausalLM]
 CPU = torch.device("cpu")
@@ -104,8 +105,6 @@ def test_the_verdict_is_that_of_verify(
 
 def _truncate(q: Unwarped, row: int, place: int) -> None:
     """What `draft` leaves behind, which is what is left of the logits."""
-    from decode.native import native_library
-
     parameters = [each[row : row + 1].contiguous() for each in q.warper.arguments]
     logits = q.logits[row, place]
     kept = q.kept[row, place]

@@ -12,12 +12,12 @@ import decode.sampler
 from decode.completion import Completion
 from decode.native_sampling import (
     NativeWarper,
-    _available,
     arrive,
     can_arrive,
     can_draw,
     draw,
     log_normalizers,
+    native_available,
     probabilities,
 )
 from decode.noise import RowNoise
@@ -26,7 +26,7 @@ from decode.proposer import stack
 from decode.sampler import BatchSampler
 from decode.sampling import Distribution, LogitsWarper, sample
 
-pytestmark = pytest.mark.skipif(not _available(), reason="needs a compiler and a CPU with bf16 matrix units")
+pytestmark = pytest.mark.skipif(not native_available(), reason="needs a compiler and a CPU with bf16 matrix units")
 
 CPU = torch.device("cpu")
 ROWS = 12
