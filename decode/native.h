@@ -12,12 +12,25 @@ inline __m512 load(const bf16* x) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
 }
 
-inline void store(bf16* to, __m512 x) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh(x));
+// to the nearest bf16, of two equally near ones to the even one
+inline __m256i to_bf16(__m512 x) {
+#ifdef __AVX512BF16__
+    return (__m256i)_mm512_cvtneps_pbh(x);
+#else
+    const __m512i bits = _mm512_castps_si512(x), last = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i up = _mm512_add_epi32(bits, _mm512_add_epi32(last, _mm512_set1_epi32(0x7fff)));
+    const __m512i quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x400000));  // what is no number stays none
+    return _mm512_cvtepi32_epi16(
+        _mm512_srli_epi32(_mm512_mask_mov_epi32(up, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), quiet), 16));
+#endif
 }
 
+inline void store(bf16* to, __m512 x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), to_bf16(x)); }
+
+inline void store(float* to, __m512 x) { _mm512_storeu_ps(to, x); }
+
 inline __m512 rounded(__m512 x) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(x)), 16));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(to_bf16(x)), 16));
 }
 
 // e^x as 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2]; relative error below 1e-6

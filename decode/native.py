@@ -1,4 +1,4 @@
-"""A pass of a Llama-like model in one call of C++, on CPUs with bf16 matrix units.
+"""A pass of a Llama-like model in one call of C++, on CPUs with AVX-512.
 
 torch starts some three hundred operations for it, each of them on all cores. native.cpp does the same in one parallel
 region, over a few tokens at the speed at which the weights are read.
@@ -32,12 +32,11 @@ from .low_rank import LowRankLinear
 logger = logging.getLogger(__name__)
 
 SOURCES = [Path(__file__).with_name(name) for name in ("native.cpp", "native_sampling.cpp", "native_round.cpp")]
-HEADERS = [Path(__file__).with_name(name) for name in ("native.h", "native_sampling.h")]
+HEADERS = [Path(__file__).with_name(f"native{name}.h") for name in ("", "_matrix", "_amx", "_avx512", "_sampling")]
 FLAGS = ["-std=c++17", "-O3", "-shared", "-fPIC", "-fopenmp", "-mfma"]
-FLAGS += [
-    f"-m{name}"
-    for name in ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512bf16", "amx-tile", "amx-bf16", "amx-int8")
-]
+FLAGS += [f"-mavx512{name}" for name in ("f", "bw", "vl", "dq")]
+# for CPUs with bf16 matrix units; native.cpp has another way for those without
+UNITS = ["-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mamx-int8"]
 BLOCK = 32  # what inputs and outputs must be multiples of
 GROUP = 64  # inputs of a quantised matrix that have a scale together; of those they must be a multiple
 
@@ -120,26 +119,34 @@ def _epsilons(model: PreTrainedModel) -> tuple[set[float], set[float]]:
     return of_model, of_heads
 
 
+def has_matrix_units() -> bool:
+    return torch.cpu._is_avx512_bf16_supported() and torch.cpu._is_amx_tile_supported()
+
+
 @functools.cache
-def native_library() -> ctypes.CDLL:
+def native_library(with_units: bool | None = None) -> ctypes.CDLL:
     """The C++, compiled once a machine and kept in the user's cache folder.
+
+    Args:
+        with_units: False leaves matrix units unused where there are some; by default they are not.
 
     Raises:
         Unavailable: no such processor or compiler, or a folder that cannot be written to.
     """
     if platform.system() != "Linux" or platform.machine() not in ("x86_64", "AMD64"):
         raise Unavailable(f"it is made for Linux on x86-64, and this is {platform.system()} on {platform.machine()}")
-    if not (torch.cpu._is_avx512_bf16_supported() and torch.cpu._is_amx_tile_supported()):
-        raise Unavailable("this processor has no bf16 matrix units (AVX-512 BF16 and AMX)")
+    with_units = has_matrix_units() if with_units is None else with_units
+    if not torch.cpu._is_avx512_supported():
+        raise Unavailable("this processor has no AVX-512")
     compiler = shlex.split(os.environ.get("CXX") or "g++")
     if shutil.which(compiler[0]) is None:
         raise Unavailable(f"there is no C++ compiler {compiler[0]}")
     try:
-        library = _load([*compiler, *FLAGS])
+        library = _load([*compiler, *FLAGS, *(UNITS if with_units else [])])
     except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
         said = getattr(error, "stderr", "").strip() or str(error)
         raise Unavailable(f"compiling it failed: {said.splitlines()[0]}") from error
-    library.request_tiles.restype = library.forward.restype = library.draft.restype = Size
+    library.request_units.restype = library.forward.restype = library.draft.restype = Size
     library.forward.argtypes = [Address] * 3 + [Size] * 3 + [Address] * 7 + [Size]
     library.draft.argtypes = [*[Address] * 3, *[Size] * 3, *[Address] * 7, Size, *[Address] * 2, Size]
     library.judge.argtypes = [*[Address] * 2, *[Size] * 2, *[Address] * 8, Size]
@@ -151,7 +158,7 @@ def native_library() -> ctypes.CDLL:
     library.spread_out.argtypes = [*rows, *[Address] * 2, Size, *[Address] * 2]
     library.arrive.argtypes = [Address, Size, Size, Address, Size, Address, Address, Size]
     library.log_sum_exp.argtypes = [*rows, Address, Size]
-    if library.request_tiles():
+    if library.request_units():
         raise Unavailable("the system does not grant the use of matrix units")
     return library
 

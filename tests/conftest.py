@@ -150,10 +150,12 @@ def real_target() -> Path:
 
 @pytest.fixture(autouse=True)
 def _quiet_loggers() -> Iterator[None]:
-    """A command that ran in this process logs to a stream that was the test's own."""
+    """A command that ran in this process logs to a stream that was the test's own, and lets more through."""
     yield
     for package in ("train", "distill", "decode"):
-        logging.getLogger(package).handlers = []
+        logger = logging.getLogger(package)
+        logger.handlers = []
+        logger.setLevel(logging.NOTSET)
 
 
 def _tiny_llama(

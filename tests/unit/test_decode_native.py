@@ -25,7 +25,7 @@ from transformers import (
 import decode.native
 from decode.llama import LlamaForward
 from decode.model import CachedModel
-from decode.native import native_forward
+from decode.native import NativeForward, native_forward, native_library
 from decode.native_sampling import native_available
 
 Build = Callable[..., LlamaForCausalLM]
@@ -41,7 +41,7 @@ SHAPE: dict[str, Any] = dict(
 )
 
 
-needs_units = pytest.mark.skipif(not native_available(), reason="needs a compiler and a CPU with bf16 matrix units")
+needs_native = pytest.mark.skipif(not native_available(), reason="needs a compiler and a CPU with AVX-512")
 
 
 def build(name: str, tiny_llama: Build) -> PreTrainedModel:
@@ -78,7 +78,7 @@ def error(found: torch.Tensor, truth: torch.Tensor) -> float:
     return float((found.float() - truth).square().mean().sqrt())
 
 
-@needs_units
+@needs_native
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
 @torch.inference_mode()
 def test_it_is_as_near_to_the_truth_as_transformers(name: str, tiny_llama: Build) -> None:
@@ -101,7 +101,23 @@ def test_it_is_as_near_to_the_truth_as_transformers(name: str, tiny_llama: Build
         assert error(mine.values, theirs.values.float()) < 0.05 * float(theirs.values.float().std())
 
 
-@needs_units
+@needs_native
+@torch.inference_mode()
+def test_without_matrix_units_it_says_the_same(tiny_llama: Build) -> None:
+    """Where a CPU has some, they are left unused."""
+    model = build("llama", tiny_llama)
+    with_units, without = (CachedModel(model, 3, 60) for _ in range(2))
+    assert isinstance(without.fast, LlamaForward)
+    without.fast = copy.copy(without.fast)
+    without.fast.native = NativeForward(model, native_library(with_units=False))
+    texts = torch.arange(3 * 60).reshape(3, 60) % 140
+    for width in (1, 2, 3, 4, 5, 16, 29):
+        tokens, texts = texts.split([width, texts.shape[1] - width], dim=1)
+        found, expected = without.forward(tokens), with_units.forward(tokens)
+        assert error(found, expected.float()) < 0.01 * float(expected.std())
+
+
+@needs_native
 @torch.inference_mode()
 def test_rows_of_different_lengths_do_not_see_each_other(tiny_llama: Build) -> None:
     model = build("llama", tiny_llama)
@@ -125,7 +141,7 @@ def test_rows_of_different_lengths_do_not_see_each_other(tiny_llama: Build) -> N
     torch.testing.assert_close(kept[0], alone.forward(torch.tensor([[26]]))[0], **ROUNDING)
 
 
-@needs_units
+@needs_native
 @torch.inference_mode()
 def test_a_long_input_at_once_and_in_pieces(tiny_llama: Build) -> None:
     model = build("qwen2", tiny_llama)
@@ -139,7 +155,7 @@ def test_a_long_input_at_once_and_in_pieces(tiny_llama: Build) -> None:
         assert error(native.forward(text[:, 147:]), truth) < 1.3 * error(plain.forward(text[:, 147:]), truth)
 
 
-@needs_units
+@needs_native
 @torch.inference_mode()
 def test_threads_share_the_work(tiny_llama: Build) -> None:
     model = build("qwen3", tiny_llama)
@@ -151,7 +167,7 @@ def test_threads_share_the_work(tiny_llama: Build) -> None:
     assert torch.equal(native.forward(tokens), alone)
 
 
-@needs_units
+@needs_native
 @torch.inference_mode()
 def test_what_entered_the_head_is_kept(tiny_llama: Build) -> None:
     model = build("llama", tiny_llama)
@@ -161,7 +177,7 @@ def test_what_entered_the_head_is_kept(tiny_llama: Build) -> None:
         torch.testing.assert_close(model.get_output_embeddings()(cached.hidden_states), logits, atol=0.02, rtol=0.02)
 
 
-@needs_units
+@needs_native
 def test_odd_sizes_and_other_types_do_without(tiny_llama: Build, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     reasons = []
@@ -212,7 +228,7 @@ def change_the_last_epsilon(model: Any) -> None:
 CHANGES = [narrow_a_layer, narrow_all_layers, change_an_epsilon, change_one_kind_of_epsilon, change_the_last_epsilon]
 
 
-@needs_units
+@needs_native
 @pytest.mark.parametrize("change", CHANGES)
 @torch.inference_mode()
 def test_weights_that_are_not_as_the_config_says_do_without(change: Callable[[Any], None], tiny_llama: Build) -> None:
@@ -224,7 +240,7 @@ def test_weights_that_are_not_as_the_config_says_do_without(change: Callable[[An
     assert error(cached.forward(tokens), expected) < 0.05 * float(expected.std())
 
 
-@needs_units
+@needs_native
 @torch.inference_mode()
 def test_a_token_that_is_none_of_the_models(tiny_llama: Build) -> None:
     native, _ = with_and_without(build("llama", tiny_llama), 1, 8)
@@ -233,7 +249,7 @@ def test_a_token_that_is_none_of_the_models(tiny_llama: Build) -> None:
             native.forward(torch.tensor([[5, token]]))
 
 
-@needs_units
+@needs_native
 @torch.inference_mode()
 def test_not_a_number_is_not_hidden(tiny_llama: Build) -> None:
     model = build("llama", tiny_llama)
@@ -243,7 +259,7 @@ def test_not_a_number_is_not_hidden(tiny_llama: Build) -> None:
     assert native.forward(tokens).isnan().all() and plain.forward(tokens).isnan().all()
 
 
-@needs_units
+@needs_native
 def test_fewer_threads_than_asked_for() -> None:
     code = (
         "import torch; from transformers import LlamaConfig, LlamaForCausalLM; from decode.model import CachedModel\n"
@@ -266,7 +282,7 @@ def test_fewer_threads_than_asked_for() -> None:
         ({"XDG_CACHE_HOME": "/dev/null"}, "compiling it failed: .*/dev/null"),
     ],
 )
-@needs_units
+@needs_native
 @torch.inference_mode()
 def test_without_a_compiler_or_a_folder_torch_does_it(
     variables: dict[str, str],
@@ -289,7 +305,7 @@ def test_without_a_compiler_or_a_folder_torch_does_it(
     assert error(cached.forward(tokens), expected) < 0.05 * float(expected.std())
 
 
-@needs_units
+@needs_native
 def test_it_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     decode.native.native_library.__wrapped__()
@@ -305,7 +321,7 @@ def test_it_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert made.suffix == ".so" and broken.stat().st_size == made.stat().st_size
 
 
-@needs_units
+@needs_native
 def test_a_head_with_fewer_rows_than_a_block(tiny_llama: Build) -> None:
     model = build("llama", tiny_llama)
     model.set_output_embeddings(nn.Linear(96, 7, bias=False).bfloat16())

@@ -21,7 +21,7 @@ from decode.proposer import DraftModelProposer
 from decode.sampler import BatchSampler
 from decode.sampling import Distribution
 
-pytestmark = pytest.mark.skipif(not native_available(), reason="needs a compiler and a CPU with bf16 matrix units")
+pytestmark = pytest.mark.skipif(not native_available(), reason="needs a compiler and a CPU with AVX-512")
 
 Build = Callable[..., LlamaForCausalLM]
 CPU = torch.device("cpu")

@@ -26,7 +26,7 @@ from decode.proposer import stack
 from decode.sampler import BatchSampler
 from decode.sampling import Distribution, LogitsWarper, sample
 
-pytestmark = pytest.mark.skipif(not native_available(), reason="needs a compiler and a CPU with bf16 matrix units")
+pytestmark = pytest.mark.skipif(not native_available(), reason="needs a compiler and a CPU with AVX-512")
 
 CPU = torch.device("cpu")
 ROWS = 12
