@@ -17,6 +17,7 @@ from rich.table import Table
 
 from train.batches import batch_plan, total_steps
 from train.config import TrainConfig
+from train.engine import autocasts
 from train.folder import RunFolder
 from train.loop import fit
 
@@ -70,7 +71,7 @@ def estimate(config: RunConfig) -> Estimate:
     (prepared,) = held
     started = perf_counter()
     device = prepared.task.module.draft.device
-    with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=train.mixed_precision == "bf16"):
+    with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=autocasts(train.mixed_precision)):
         prepared.task.evaluate(prepared.task.module)
     seconds = sum(weight * of_step for weight, of_step, _ in measured)
     tokens = sum(weight * of_step for weight, _, of_step in measured)

@@ -31,6 +31,7 @@ from decode.params import SamplingParams
 from decode.self_draft import SelfDraft, own_parameters, self_draft
 from train.checkpoint import write_text
 from train.data_check import check_data
+from train.engine import autocasts
 from train.folder import RunFolder
 from train.loop import FitResult, fit
 from train.packing import collate_packed, pack, refuse_unpackable
@@ -116,6 +117,9 @@ def prepare(config: RunConfig) -> Prepared:
     costs = _costs(config, target_name, has_begun)
     # of a kept signal only the head is wanted: but for costs and parity, a target that fits nowhere here can teach
     target = load_model(target_name, role="target", layers=record is None)
+    dtype = target.dtype
+    if config.train.mixed_precision == "auto" and not autocasts("auto"):
+        target.float()
     own: dict[str, nn.Parameter] = {}
     if pair.draft_kind == "model":
         draft = load_model(draft_name, "float32", "draft")
@@ -167,7 +171,7 @@ def prepare(config: RunConfig) -> Prepared:
         pair.target = describe_target(config.target, tokenizer)
     padding_id = tokenizer.eos_token_id or 0
     with_signal = functools.partial(_collate, padding_id=padding_id, record=record)
-    task = DistillTask(module, with_signal, texts, config, costs, tokenizer, pair, own, _inputs(config))
+    task = DistillTask(module, with_signal, texts, config, costs, tokenizer, pair, own, _inputs(config), dtype)
     return Prepared(task, texts.train, [len(ids) for ids in column(texts.train, "input_ids")], resolved)
 
 

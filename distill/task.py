@@ -37,6 +37,7 @@ class DistillTask:
         pair: what the trained pair will say of itself.
         own: of a target that drafts for itself, what is trained, by the names that it has in a pair.
         inputs: what tells others of the same name, by field of the config; a resumed run must find the same.
+        dtype: of what is saved.
 
     Attributes:
         state: what must survive an interruption.
@@ -53,6 +54,7 @@ class DistillTask:
         pair: Pair,
         own: dict[str, nn.Parameter] | None = None,
         inputs: dict[str, str] | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         self.module = module
         self._collate = collate
@@ -63,6 +65,7 @@ class DistillTask:
         self.pair = pair
         self.own = own or {}
         self.inputs = inputs or {}
+        self.dtype = dtype
         self.state: dict[str, Any] = {"inputs": dict(self.inputs)}
         self.stages = Stages(config.objective.stages_or_default, self.state)
 
@@ -121,14 +124,13 @@ class DistillTask:
         return [found[place] for place in range(len(order))]
 
     def save(self, module: nn.Module, folder: Path) -> None:
-        """Write the pair, its draft in the target's dtype."""
-        dtype = self.module.teacher.weight.dtype
+        """Write the pair."""
         if self.own:
             folder.mkdir(parents=True)
-            save_tensors(folder, {name: weight.detach().to(dtype) for name, weight in self.own.items()})
+            save_tensors(folder, {name: weight.detach().to(self.dtype) for name, weight in self.own.items()})
         else:
             draft = copy.deepcopy(self.module.draft)
-            nn.Module.to(draft, dtype)
+            nn.Module.to(draft, self.dtype)
             draft.save_pretrained(folder / "draft")
             self.tokenizer.save_pretrained(folder / "draft")
         if (token_ids := load_draft_vocab(Path(self.config.pair))) is not None:

@@ -98,7 +98,7 @@ def ours(changes: dict[str, Any], options: argparse.Namespace) -> tuple[float, l
         weight_decay=0.0,
         warmup_fraction=0.0,
         final_learning_rate_fraction=1.0,
-        mixed_precision="bf16",
+        mixed_precision="auto",
         log_every_steps=1,
         checkpoint_every_steps=0,
     )

@@ -2,7 +2,8 @@
 
 GKDTrainer is TRL's trainer that learns a teacher's distributions on texts that are there already (lmbda 0); in its
 DistillationTrainer the student always writes them. Beta 0 is forward KL; the loss is at temperature 1, whatever the
-configuration says. Chosen in TRL's favour: bf16 autocast, the teacher in its own type, batches of texts of like length,
+configuration says. Chosen in TRL's favour: bf16 autocast and the teacher in its own type where the machine multiplies
+bf16 sooner than fp32, and fp32 for both where not, batches of texts of like length,
 activations kept (TRL recomputes them unless told), embeddings and head trained too, with which it learns faster than
 without, and a learning rate that follows the clock, so that its schedule ends with the time.
 """
@@ -17,7 +18,7 @@ from typing import Any
 
 import datasets
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq, TrainerCallback
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq, TrainerCallback
 from transformers.utils.logging import disable_progress_bar
 
 IGNORED = -100  # the label of tokens that are not learnt
@@ -67,7 +68,8 @@ def main() -> None:
     disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(options.draft)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    teacher = AutoModelForCausalLM.from_pretrained(options.target, dtype="auto")
+    bf16 = has_bf16_products()
+    teacher = AutoModelForCausalLM.from_pretrained(options.target, dtype="auto" if bf16 else torch.float32)
     draft = AutoModelForCausalLM.from_pretrained(options.draft, dtype=torch.float32)
     rows = datasets.load_from_disk(f"{options.responses}/train").select_columns(["input_ids", "response_mask"])
     clock = Clock(options.seconds)
@@ -97,7 +99,7 @@ def main() -> None:
             per_device_train_batch_size=options.micro_batch_size,
             gradient_accumulation_steps=options.batch_size // options.micro_batch_size,
             train_sampling_strategy="group_by_length",
-            bf16=True,
+            bf16=bf16,
             use_cpu=not torch.accelerator.is_available(),
             gradient_checkpointing=False,
             save_strategy="no",
@@ -113,9 +115,16 @@ def main() -> None:
     )
     trainer.train()
     took = {"num_steps": trainer.state.global_step, "num_tokens": trainer.num_tokens, "seconds": clock.seconds}
-    draft.to(teacher.dtype).save_pretrained(f"{options.output}/draft")
+    draft.to(AutoConfig.from_pretrained(options.target).dtype).save_pretrained(f"{options.output}/draft")
     tokenizer.save_pretrained(f"{options.output}/draft")
     Path(options.output, "took.json").write_text(json.dumps(took, indent=1))
+
+
+def has_bf16_products() -> bool:
+    """Faster than those of fp32; as `mixed_precision: auto` of draftsmith finds out."""
+    if not torch.accelerator.is_available():
+        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def parse() -> argparse.Namespace:

@@ -24,7 +24,8 @@ class TrainConfig:
         final_learning_rate_fraction: share of the peak at which the schedule ends
         max_grad_norm: gradient norm above which gradients are scaled down; 0 never clips
         ema_decay: evaluate and save an exponential moving average of the weights, decay such as 0.999; 0 for none
-        mixed_precision: bf16 runs forward passes in bfloat16; weights and optimiser keep their own type
+        mixed_precision: bf16 runs forward passes in bfloat16; weights and optimiser keep their own type. auto does so
+            where the machine multiplies it faster than float32
         seed: fixes the order of the data and everything random in a step
         log_every_steps: steps between two lines of metrics.jsonl
         eval_every_steps: steps between two evaluations; 0 evaluates only at the end
@@ -50,7 +51,7 @@ class TrainConfig:
     final_learning_rate_fraction: float = 0.1
     max_grad_norm: float = 1.0
     ema_decay: float = 0.0
-    mixed_precision: Literal["no", "bf16"] = "no"
+    mixed_precision: Literal["no", "bf16", "auto"] = "no"
     seed: int = 0
     log_every_steps: int = 10
     eval_every_steps: int = 0
@@ -72,7 +73,7 @@ class TrainConfig:
         self._require(self.max_steps is None or self.max_steps > 0, "max_steps", "give 1 or more, or null")
         self._require(bool(self.output.strip()), "output", "name a folder for the run")
         self._require(self.optimizer in ("adamw", "muon"), "optimizer", "choose adamw or muon")
-        self._require(self.mixed_precision in ("no", "bf16"), "mixed_precision", "choose no or bf16")
+        self._require(self.mixed_precision in ("no", "bf16", "auto"), "mixed_precision", "choose no, bf16 or auto")
         self._require(self.schedule in ("cosine", "wsd"), "schedule", "choose cosine or wsd")
         if self.schedule == "wsd":
             fits = self.warmup_fraction + self.decay_fraction <= 1 + 1e-9

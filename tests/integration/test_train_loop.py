@@ -340,6 +340,18 @@ def test_bfloat16_keeps_weights_in_fp32_and_leaves_the_module_unpatched(tmp_path
     assert seen[-1] == torch.float32
 
 
+@pytest.mark.parametrize(("has_products", "expected"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_auto_is_bfloat16_where_that_is_faster(
+    has_products: bool, expected: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("train.engine._has_bf16_products", lambda: has_products)
+    task = ToyTask()
+    seen: list[torch.dtype] = []
+    task.module.head.register_forward_hook(lambda module, inputs, out: seen.append(out.dtype))  # type: ignore[union-attr]
+    toy_fit(task, toy_config(tmp_path / "run", mixed_precision="auto", max_steps=2))
+    assert set(seen) == {expected}
+
+
 def test_an_unknown_tracker_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="trackers: 'nonesuch'"):
         toy_fit(ToyTask(), toy_config(tmp_path / "run", trackers=("nonesuch",)))

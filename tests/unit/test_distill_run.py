@@ -448,16 +448,27 @@ def test_trained_embeddings_stay_tied_and_whole(distill_folders: dict[str, Path]
     assert not torch.equal(after.lm_head.weight, before.lm_head.weight)
 
 
+@pytest.mark.parametrize(
+    ("mixed_precision", "of_target"), [("no", torch.bfloat16), ("bf16", torch.bfloat16), ("auto", torch.float32)]
+)
 def test_the_draft_is_saved_in_the_targets_dtype_and_trained_in_fp32(
-    distill_folders: dict[str, Path], configure_run: Configure, tmp_path: Path
+    mixed_precision: str,
+    of_target: torch.dtype,
+    distill_folders: dict[str, Path],
+    configure_run: Configure,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """On a machine that multiplies bf16 slowly, where `auto` lets the target's passes be in fp32 too."""
+    monkeypatch.setattr("train.engine._has_bf16_products", lambda: False)
     target = load_model(str(distill_folders["target"])).bfloat16()
     target.save_pretrained(tmp_path / "target")
     AutoTokenizer.from_pretrained(distill_folders["target"]).save_pretrained(tmp_path / "target")
     pair = build(BuildConfig(target=str(tmp_path / "target"), output=str(tmp_path / "pair"), layers=2))
-    prepared = prepare(configure_run(pair=pair))
+    prepared = prepare(configure_run(pair=pair, mixed_precision=mixed_precision))
     assert {parameter.dtype for parameter in draft_of(prepared).parameters()} == {torch.float32}
-    distilled = distill(configure_run(pair=pair, max_steps=1)).result
+    assert prepared.task.module.teacher.weight.dtype == of_target
+    distilled = distill(configure_run(pair=pair, mixed_precision=mixed_precision, max_steps=1)).result
     assert json.loads((distilled / "draft" / "config.json").read_text())["dtype"] == "bfloat16"
     assert draft_in(distilled).dtype == torch.bfloat16
 
