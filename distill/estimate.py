@@ -95,7 +95,7 @@ def _few_steps(config: RunConfig) -> tuple[Prepared, list[dict[str, float]]]:
             trackers=(),
         )
         # nothing is evaluated, so that no stage can end
-        stages = tuple(replace(stage, plateau_evals=None) for stage in config.objective.stages[:1])
+        stages = tuple(replace(stage, plateau_evals=None) for stage in config.objective.stages_or_default[:1])
         objective = replace(config.objective, stages=stages)
         prepared = prepare(replace(config, train=few, parity_prompts=0, objective=objective))
         fit(prepared.task, prepared.rows, prepared.lengths, few, prepared.resolved_config, result_name="pair")

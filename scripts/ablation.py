@@ -30,7 +30,7 @@ from distill.run import prepare
 KL_FIRST = {"losses": {"forward_kl": 1.0}, "share": 0.6}
 VARIANTS: dict[str, dict[str, Any]] = {
     "cross-entropy": {"objective.stages": [{"losses": {"cross_entropy": 1.0}}]},
-    "FKL": {},
+    "FKL": {"objective.stages": [{"losses": {"forward_kl": 1.0}}]},
     "RKL": {"objective.stages": [{"losses": {"reverse_kl": 1.0}}]},
     "JSD": {"objective.stages": [{"losses": {"jsd": 1.0}}]},
     "TV": {"objective.stages": [{"losses": {"tv": 1.0}}]},

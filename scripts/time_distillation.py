@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from decode.pair import Pair, load_draft_vocab, load_model
-from distill.config import RunConfig
+from distill.config import ObjectiveConfig, RunConfig, Stage
 from distill.responses import load_responses
 from distill.run import distill
 from distill.teacher import collate
@@ -102,7 +102,8 @@ def ours(changes: dict[str, Any], options: argparse.Namespace) -> tuple[float, l
         log_every_steps=1,
         checkpoint_every_steps=0,
     )
-    rest = {"measure_speed": False, "parity_prompts": 0, **changes}
+    objective = ObjectiveConfig(stages=(Stage(losses={"forward_kl": 1.0}),))
+    rest = {"objective": objective, "measure_speed": False, "parity_prompts": 0, **changes}
     distill(RunConfig(pair=options.pair, responses=options.responses, train=train, **rest))
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "loss" in line]

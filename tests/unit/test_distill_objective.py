@@ -249,6 +249,9 @@ def test_what_can_be_meant_is_not_refused() -> None:
     configure({"stages": (BLOCK,)}, {"share": 1.0})
     configure({}, train=selecting_by("greedy_predicted_speedup"))
     configure({"selected_fraction": 0.5, "reference": "pair"})
-    assert configure({"stages": ()}).objective.stages_or_default == (Stage(losses={"forward_kl": 1.0}),)
+    assert configure({"stages": ()}).objective.stages_or_default == (
+        Stage(losses={"forward_kl": 1.0}, share=0.6),
+        Stage(losses={"tv": 1.0}),
+    )
     configure({"stages": (PLATEAU, TV)}, train=TrainConfig(output="run", eval_every_steps=5))
     configure({}, {"share": 1.0, "num_draft_tokens": 1, "per_text": 1, "rejected_weight": 0.5})

@@ -423,6 +423,31 @@ def test_next_to_no_learning_rate_leaves_alpha_where_it_was(
     assert alpha_of(result.result, distill_folders) == pytest.approx(before, abs=1e-5)
 
 
+def test_tokens_are_selected_by_a_pair_trained_before(
+    distill_folders: dict[str, Path], learnt: dict[str, FitResult], configure_run: Configure
+) -> None:
+    """AdaSPEC: only the half of the tokens is learnt on which the trained draft is furthest ahead."""
+    reference = str(learnt["reduced"].result)
+    objective = ObjectiveConfig(selected_fraction=0.5, reference=reference)
+    config = configure_run(objective=objective, chunk_size=50, max_steps=30, learning_rate=1e-2)
+    prepared = prepare(config)
+    rows = [prepared.rows[place] for place in range(6)]
+    target, token_ids = load_model(str(distill_folders["target"])), load_draft_vocab(distill_folders["reduced"])
+    assert token_ids is not None
+    divergences = []
+    for draft in (draft_of(prepared), draft_in(learnt["reduced"].result)):
+        log_p, log_q = (each[:, token_ids] for each in true_log_probabilities(target, draft, rows, 1.0, token_ids))
+        divergences.append((log_p.exp() * (log_p - log_q)).sum(dim=1))
+    ours, theirs = divergences
+    count = round(0.5 * len(ours))
+    expected = ours[(ours - theirs).topk(count).indices].mean().item()
+    output: StepOutput = prepared.task.module(batch_of(prepared))
+    assert output.loss_sum.item() / output.num_tokens == pytest.approx(expected, rel=1e-3)
+    assert abs(expected - ours.mean().item()) > 0.01  # the control
+    before = alpha_of(distill_folders["reduced"], distill_folders)
+    assert alpha_of(distill(config).result, distill_folders) > before + 0.05
+
+
 def test_the_result_is_a_pair(distill_folders: dict[str, Path], learnt: dict[str, FitResult]) -> None:
     built, trained = distill_folders["reduced"], learnt["reduced"].result
     assert sorted(path.name for path in trained.iterdir()) == ["draft", "draft_vocab.safetensors", "pair.json"]
