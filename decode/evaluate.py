@@ -14,6 +14,7 @@ from .config import EvaluateConfig
 from .costs import Costs, measure_costs
 from .decoder import SpeculativeDecoder
 from .files import refuse_unwritable, write_json
+from .model import CachedModel
 from .pair import Pair, refuse_other_target
 from .params import SamplingParams, SpeculationParams
 from .progress import ProgressBar
@@ -226,7 +227,9 @@ def _alphas_on_texts(
     with ProgressBar("alpha", len(texts)) as bar:
         for ids, start in texts:
             tokens = torch.tensor([ids[:-1]], device=decoder.target.device)
-            p_logits = decoder.target(input_ids=tokens, use_cache=False).logits[0, start - 1 :]
+            target = CachedModel(decoder.target, 1, len(ids))  # by the passes that decoding makes
+            target.read([ids[:start]])
+            p_logits = target.forward(tokens[:, start - 1 :])[0]
             q_logits = decoder.draft.score(tokens)[0, start - 1 :]
             chunks = [
                 _alpha(decoder, p_chunk, q_chunk, config.sampling)

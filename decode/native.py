@@ -37,6 +37,8 @@ FLAGS = ["-std=c++17", "-O3", "-shared", "-fPIC", "-fopenmp", "-mfma"]
 FLAGS += [f"-mavx512{name}" for name in ("f", "bw", "vl", "dq")]
 # for CPUs with bf16 matrix units; native.cpp has another way for those without
 UNITS = ["-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mamx-int8"]
+INSTRUCTIONS = ("avx512_f", "avx512_bw", "avx512_vl", "avx512_dq")
+MOST_TOKENS = 1024  # of a call, whose scratch memory grows with them
 BLOCK = 32  # what inputs and outputs must be multiples of
 GROUP = 64  # inputs of a quantised matrix that have a scale together; of those they must be a multiple
 
@@ -119,34 +121,38 @@ def _epsilons(model: PreTrainedModel) -> tuple[set[float], set[float]]:
     return of_model, of_heads
 
 
-def has_matrix_units() -> bool:
-    return torch.cpu._is_avx512_bf16_supported() and torch.cpu._is_amx_tile_supported()
-
-
 @functools.cache
-def native_library(with_units: bool | None = None) -> ctypes.CDLL:
+def native_library(with_units: bool = True) -> ctypes.CDLL:
     """The C++, compiled once a machine and kept in the user's cache folder.
 
     Args:
-        with_units: False leaves matrix units unused where there are some; by default they are not.
+        with_units: False leaves matrix units unused where there are some.
 
     Raises:
         Unavailable: no such processor or compiler, or a folder that cannot be written to.
     """
     if platform.system() != "Linux" or platform.machine() not in ("x86_64", "AMD64"):
         raise Unavailable(f"it is made for Linux on x86-64, and this is {platform.system()} on {platform.machine()}")
-    with_units = has_matrix_units() if with_units is None else with_units
-    if not torch.cpu._is_avx512_supported():
-        raise Unavailable("this processor has no AVX-512")
+    has = torch.cpu.get_capabilities()
+    if not all(has.get(name) for name in INSTRUCTIONS):
+        raise Unavailable("this processor has no AVX-512 (F, BW, VL and DQ)")
     compiler = shlex.split(os.environ.get("CXX") or "g++")
     if shutil.which(compiler[0]) is None:
         raise Unavailable(f"there is no C++ compiler {compiler[0]}")
-    try:
-        library = _load([*compiler, *FLAGS, *(UNITS if with_units else [])])
-    except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
-        said = getattr(error, "stderr", "").strip() or str(error)
-        raise Unavailable(f"compiling it failed: {said.splitlines()[0]}") from error
-    library.request_units.restype = library.forward.restype = library.draft.restype = Size
+    if with_units and all(has.get(name) for name in ("avx512_bf16", "amx_tile", "amx_bf16", "amx_int8")):
+        try:
+            library = _load([*compiler, *FLAGS, *UNITS])
+            if library.request_units() == 0:
+                return _declared(library)
+            logger.info("C++ without matrix units: the system does not grant their use")
+        except Unavailable as reason:  # a compiler that does not know them
+            logger.info("C++ without matrix units: %s", reason)
+    return _declared(_load([*compiler, *FLAGS]))
+
+
+def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
+    """The same, which now knows its arguments."""
+    library.forward.restype = library.draft.restype = Size
     library.forward.argtypes = [Address] * 3 + [Size] * 3 + [Address] * 7 + [Size]
     library.draft.argtypes = [*[Address] * 3, *[Size] * 3, *[Address] * 7, Size, *[Address] * 2, Size]
     library.judge.argtypes = [*[Address] * 2, *[Size] * 2, *[Address] * 8, Size]
@@ -158,13 +164,24 @@ def native_library(with_units: bool | None = None) -> ctypes.CDLL:
     library.spread_out.argtypes = [*rows, *[Address] * 2, Size, *[Address] * 2]
     library.arrive.argtypes = [Address, Size, Size, Address, Size, Address, Address, Size]
     library.log_sum_exp.argtypes = [*rows, Address, Size]
-    if library.request_units():
-        raise Unavailable("the system does not grant the use of matrix units")
     return library
 
 
 def _load(command: list[str]) -> ctypes.CDLL:
-    """What the command makes of the C++; once more where what was kept cannot be loaded."""
+    """What the command makes of the C++.
+
+    Raises:
+        Unavailable: it makes nothing of it, or there is no folder for it.
+    """
+    try:
+        return _kept(command)
+    except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
+        said = getattr(error, "stderr", "").strip() or str(error)
+        raise Unavailable(f"compiling it failed: {said.splitlines()[0]}") from error
+
+
+def _kept(command: list[str]) -> ctypes.CDLL:
+    """The same, made once, and once more where what was kept cannot be loaded."""
     made_of = [path.read_bytes() for path in (*HEADERS, *SOURCES)] + [
         " ".join([*command, *platform.libc_ver()]).encode()
     ]
@@ -274,7 +291,30 @@ class NativeForward:
         Raises:
             IndexError: a token that the model does not have.
         """
-        tokens, places = tokens.long().contiguous(), cache.positions.contiguous()
+        num_rows, width = tokens.shape
+        most = max(1, MOST_TOKENS // num_rows)
+        if width > most:
+            pieces = [slice(start, start + most) for start in range(0, width, most)]
+            passed = [
+                self._pass(tokens[:, at], cache.positions[:, at], cache, cos, sin, with_logits, _columns(entering, at))
+                for at in pieces
+            ]
+            last, logits = zip(*passed, strict=True)
+            return torch.cat(last, dim=1), torch.cat(logits, dim=1) if with_logits else None
+        return self._pass(tokens, cache.positions, cache, cos, sin, with_logits, entering)
+
+    def _pass(
+        self,
+        tokens: Tensor,
+        places: Tensor,
+        cache: KVCache,
+        cos: Tensor,
+        sin: Tensor,
+        with_logits: bool,
+        entering: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Of as many tokens as memory is wanted for; `places` int64, as tokens."""
+        tokens, places = tokens.long().contiguous(), places.contiguous()
         entering = None if entering is None else entering.contiguous()
         keys, values = self._buffers(cache)
         last = torch.empty(*tokens.shape, self.hidden_size, dtype=torch.bfloat16)
@@ -400,6 +440,10 @@ class NativeForward:
         tensor = tensor.detach().contiguous()
         self.kept.append(tensor)
         return tensor.data_ptr()
+
+
+def _columns(tensor: Tensor | None, at: slice) -> Tensor | None:
+    return None if tensor is None else tensor[:, at]
 
 
 def can_multiply(model: PreTrainedModel) -> bool:

@@ -1,4 +1,7 @@
-"""What the teacher says of the responses, on disk: one pass of the frozen target, read back in every epoch."""
+"""What the teacher says of the responses, on disk: one pass of the frozen target, read back in every epoch.
+
+Of responses that were kept with its hidden states, the pass is spared.
+"""
 
 import hashlib
 import logging
@@ -16,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from decode.pair import describe_target, load_model, load_tokenizer
 from decode.progress import ProgressBar
@@ -24,7 +28,14 @@ from train.provenance import provenance
 from .config import CacheConfig
 from .parts import begin, finish, is_complete, part_path, partial, read_record, refuse_full_disk, save_part
 from .responses import COLUMNS, GREEDY, RECORD, SPLITS, has_split, load_responses, refuse_responses_of_another_target
-from .signal import SIGNAL_RECORD, SignalRecord, signal_record
+from .signal import (
+    SIGNAL_RECORD,
+    SignalRecord,
+    load_record,
+    load_signal,
+    refuse_cache_of_another_target,
+    signal_record,
+)
 from .teacher import TeacherHead, collate, compile_layers, compiled, final_hidden_states
 
 logger = logging.getLogger(__name__)
@@ -61,13 +72,15 @@ def cache(config: CacheConfig) -> Path:
     if is_complete(output, SIGNAL_RECORD, settings):
         return output
     folder = partial(output)
-    splits = _responses(config.responses)
     tokenizer = load_tokenizer(name, "target")
     refuse_responses_of_another_target(config.responses, name, tokenizer)
-    target = load_model(name, config.dtype, "target")
+    kept = _kept_states(config.responses, name, tokenizer)
+    splits = _responses(config.responses, list(COLUMNS) + ["teacher_hidden"] * (kept is not None))
+    target = load_model(name, config.dtype, "target", layers=kept is None)
     head = TeacherHead(target)
     if config.compile:
-        compile_layers(target)
+        if kept is None:
+            compile_layers(target)
         head.log_normalizers = compiled(head.log_normalizers)  # type: ignore[method-assign]
         head.log_probabilities = compiled(head.log_probabilities)  # type: ignore[method-assign]
     top_k, temperature = (config.top_k, config.temperature) if config.kind == "top_k" else (None, None)
@@ -84,7 +97,7 @@ def cache(config: CacheConfig) -> Path:
                 bar.skip(end)
                 continue
             rows = part.rows.to_list()
-            for num_tokens in _add_signal(rows, target, head, record, config):
+            for num_tokens in _add_signal(rows, target, head, record, config, kept):
                 bar.advance(num_tokens)
             save_part(rows, features, part.path)
     shutil.copy(Path(config.responses) / RECORD, folder / RECORD)
@@ -108,10 +121,23 @@ def top_k_and_tail(log_p: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     return top.indices, top.values, log_tail
 
 
-def _responses(folder: str) -> dict[str, datasets.Dataset]:
-    """All splits, without a signal that they may have already."""
+def _kept_states(folder: str, target_name: str, tokenizer: Tokenizer) -> SignalRecord | None:
+    """How the responses keep this target's hidden states; None where they do not."""
+    record = load_record(folder)
+    if record is None or record.kind != "hidden_states":
+        return None
+    try:
+        refuse_cache_of_another_target(folder, record, target_name, tokenizer)
+    except ValueError:  # another teacher of the same tokens may speak, but by a pass of its own
+        return None
+    logger.info("hidden states are read from %s; the target passes over nothing", folder)
+    return record
+
+
+def _responses(folder: str, columns: list[str]) -> dict[str, datasets.Dataset]:
+    """All splits, with no more than these columns."""
     there = [split for split in SPLITS if split != GREEDY or has_split(folder, split)]
-    return {split: load_responses(folder, split).select_columns(list(COLUMNS)) for split in there}
+    return {split: load_responses(folder, split).select_columns(columns) for split in there}
 
 
 def _parts(folder: Path, splits: dict[str, datasets.Dataset], max_tokens: int) -> list[Part]:
@@ -163,13 +189,23 @@ def _refuse_full_disk(
 
 @torch.inference_mode()
 def _add_signal(
-    rows: list[dict[str, Any]], target: PreTrainedModel, head: TeacherHead, record: SignalRecord, config: CacheConfig
+    rows: list[dict[str, Any]],
+    target: PreTrainedModel,
+    head: TeacherHead,
+    record: SignalRecord,
+    config: CacheConfig,
+    kept: SignalRecord | None,
 ) -> Iterator[int]:
     """Put the signal's columns into the rows; yields after each pass how many tokens of text it took."""
     for places in _passes([len(row["input_ids"]) for row in rows], config.tokens_per_pass):
         chosen = [rows[place] for place in places]
         batch = {name: tensor.to(target.device) for name, tensor in collate(chosen, 0).items()}
-        hidden = final_hidden_states(target, batch)
+        if kept is None:
+            hidden = final_hidden_states(target, batch)
+        else:
+            hidden = load_signal(chosen, kept, ("teacher_hidden",))["teacher_hidden"].to(target.device)
+            for row in chosen:
+                del row["teacher_hidden"]
         following = pad(batch["input_ids"][:, 1:], (0, 1))[batch["predicts"]]
         size = config.chunk_size
         chunks = [

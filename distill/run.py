@@ -31,7 +31,7 @@ from decode.params import SamplingParams
 from decode.self_draft import SelfDraft, own_parameters, self_draft
 from train.checkpoint import write_text
 from train.data_check import check_data
-from train.engine import autocasts
+from train.engine import autocasts, has_bf16_products, resolve_precision
 from train.folder import RunFolder
 from train.loop import FitResult, fit
 from train.packing import collate_packed, pack, refuse_unpackable
@@ -108,7 +108,8 @@ def prepare(config: RunConfig) -> Prepared:
     lengths = [len(ids) for ids in column(texts.train, "input_ids")]
     if config.packing_length is not None and max(lengths) > config.packing_length:
         raise ValueError(f"packing_length: {config.packing_length} is not possible; a text has {max(lengths)} tokens")
-    resolved = asdict(config)
+    resolved = resolve_precision(asdict(config))
+    resolved["objective"]["stages"] = [asdict(stage) for stage in config.objective.stages_or_default]
     run = RunFolder(Path(config.train.output), "pair")
     run.check(resolved)  # before anything is written there
     has_begun = run.checkpoints.exists() or run.result.exists()
@@ -118,8 +119,8 @@ def prepare(config: RunConfig) -> Prepared:
     # of a kept signal only the head is wanted: but for costs and parity, a target that fits nowhere here can teach
     target = load_model(target_name, role="target", layers=record is None)
     dtype = target.dtype
-    if config.train.mixed_precision == "auto" and not autocasts("auto"):
-        target.float()
+    if not autocasts(config.train.mixed_precision):
+        _multiply_sooner(target)
     own: dict[str, nn.Parameter] = {}
     if pair.draft_kind == "model":
         draft = load_model(draft_name, "float32", "draft")
@@ -208,6 +209,16 @@ def _signal_record(config: RunConfig, target_name: str, tokenizer: Tokenizer) ->
         )
     refuse_cache_of_another_target(config.responses, record, target_name, tokenizer)
     return record
+
+
+def _multiply_sooner(target: PreTrainedModel) -> None:
+    """In float32 on a CPU that takes bf16 by way of it, which takes three times as long."""
+    if target.device.type != "cpu" or target.dtype != torch.bfloat16 or has_bf16_products():
+        return
+    if not getattr(target, "is_quantized", False):
+        size = 4 * target.num_parameters() / 2**30
+        logger.info("target: in float32, %.1f GiB, which this CPU multiplies sooner than bfloat16", size)
+        target.float()
 
 
 def _inputs(config: RunConfig) -> dict[str, str]:

@@ -12,6 +12,7 @@ frozen head, whole distributions at any temperature.
 """
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -122,12 +123,15 @@ def load_record(folder: str) -> SignalRecord | None:
         raise ValueError(f"responses {folder}: {SIGNAL_RECORD} does not say its {error}; make them anew") from error
 
 
-def load_signal(rows: list[dict[str, Any]], record: SignalRecord) -> dict[str, Tensor]:
+def load_signal(
+    rows: list[dict[str, Any]], record: SignalRecord, columns: Collection[str] | None = None
+) -> dict[str, Tensor]:
     """The signal of some rows, for all their response tokens in order.
 
     Args:
         rows: of a folder that has one.
         record: what `load_record` says of it.
+        columns: those wanted; None for all.
 
     Returns:
         For top_k: top_ids int64 [tokens, k], by descending p; top_log_p fp32 [tokens, k]; log_tail fp32 [tokens], the
@@ -137,6 +141,8 @@ def load_signal(rows: list[dict[str, Any]], record: SignalRecord) -> dict[str, T
     """
     signal = {}
     for name, (dtype, shape) in record.columns().items():
+        if columns is not None and name not in columns:
+            continue
         raw = bytearray().join(row[name] for row in rows)
         values = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
         signal[name] = values.view(-1, *shape)

@@ -46,7 +46,8 @@ class Head:
         return self._finish(products, self.bias_rows)
 
     def _logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return self._finish(hidden.to(weight.dtype) @ weight.T, bias)
+        # rounded as where the hidden states were made: normalisers that were kept with them are of such logits
+        return self._finish((hidden.to(weight.dtype) @ weight.T).to(hidden.dtype), bias)
 
     def _finish(self, products: Tensor, bias: Tensor | None) -> Tensor:
         return self.scaled(products.float() if bias is None else products.float() + bias.float())

@@ -26,6 +26,7 @@ from decode.evaluate import bootstrap_interval
 from distill.config import RunConfig
 from distill.judge import expected_rounds, judge
 from distill.run import prepare
+from train.engine import autocasts
 
 KL_FIRST = {"losses": {"forward_kl": 1.0}, "share": 0.6}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -112,7 +113,9 @@ def score(run: Run) -> None:
     task, costs = prepare(again).task, Costs(**run.read("costs"))
     gamma = task.pair.num_draft_tokens
     for setting, rows in zip(SETTINGS, (task.texts.heldout, task.texts.heldout_greedy), strict=True):
-        with torch.autocast(task.module.draft.device.type, torch.bfloat16):
+        with torch.autocast(
+            task.module.draft.device.type, torch.bfloat16, enabled=autocasts(config.train.mixed_precision)
+        ):
             scores = task.scores(rows)
         passing = [each.acceptance if setting == "sampled" else each.greedy_acceptance for each in scores]
         alphas = [each.alpha if setting == "sampled" else each.greedy_acceptance for each in scores]

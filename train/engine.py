@@ -19,10 +19,16 @@ logger = logging.getLogger(__name__)
 
 def autocasts(mixed_precision: str) -> bool:
     """Whether forward passes run in bf16: `auto` decides by what this machine has."""
-    return mixed_precision == "bf16" or (mixed_precision == "auto" and _has_bf16_products())
+    return mixed_precision == "bf16" or (mixed_precision == "auto" and has_bf16_products())
 
 
-def _has_bf16_products() -> bool:
+def resolve_precision(config: dict[str, Any]) -> dict[str, Any]:
+    """A command's whole configuration, with what `auto` is here: a run is not to go on where it is something else."""
+    precision = "bf16" if autocasts(config["train"]["mixed_precision"]) else "no"
+    return config | {"train": config["train"] | {"mixed_precision": precision}}
+
+
+def has_bf16_products() -> bool:
     """Faster than those of fp32, that is. A CPU without them takes three times as long for the detour."""
     if not torch.accelerator.is_available():
         return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
@@ -59,7 +65,7 @@ class Engine:
         # The loop accumulates by itself; a value left in the environment must not divide the loss.
         self._accelerator.gradient_accumulation_steps = 1
         self.is_main: bool = self._accelerator.is_main_process
-        if config.mixed_precision == "auto":
+        if config.mixed_precision == "auto" and self.is_main:
             logger.info("passes run in %s, which this machine multiplies sooner", "bf16" if self._autocast else "fp32")
         self.rank: int = self._accelerator.process_index
         self.world: int = self._accelerator.num_processes

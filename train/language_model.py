@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from .config import LanguageModelConfig
 from .data import Row, learnable, read_rows
 from .data_check import check_data
+from .engine import resolve_precision
 from .loop import FitResult, StepOutput, fit
 
 IGNORED = -100
@@ -125,7 +126,7 @@ def train_language_model(config: LanguageModelConfig) -> FitResult:
         micro_batch_size=config.train.micro_batch_size,
     )
     lengths = [len(row["input_ids"]) for row in rows]
-    return fit(task, rows, lengths, config.train, asdict(config))
+    return fit(task, rows, lengths, config.train, resolve_precision(asdict(config)))
 
 
 def _stop_ids(model: Any, tokenizer: Any) -> set[int]:

@@ -2,13 +2,34 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from .config import TrainConfig
+from .engine import has_bf16_products
 
 ADAMW_BETAS = (0.9, 0.95)
+
+
+class _InFloat32(TorchFunctionMode):
+    """What asks for a bfloat16 copy of a tensor gets one in its own type."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0].clone() if func is Tensor.bfloat16 else func(*args, **(kwargs or {}))
+
+
+class Muon(torch.optim.Muon):
+    """torch's, which orthogonalises in bfloat16 whatever the machine; in float32 where that is three times as fast."""
+
+    def step(self, closure: Any = None) -> Any:
+        """Take one."""
+        if has_bf16_products():
+            return super().step(closure)
+        with _InFloat32():
+            return super().step(closure)
 
 
 def build_optimizers(module: nn.Module, config: TrainConfig) -> list[torch.optim.Optimizer]:
@@ -38,7 +59,7 @@ def build_optimizers(module: nn.Module, config: TrainConfig) -> list[torch.optim
     optimizers: list[torch.optim.Optimizer] = []
     if config.optimizer == "muon" and matrices:
         # match_rms_adamw gives updates of AdamW's size, so both learning rates are on one scale.
-        muon = torch.optim.Muon(
+        muon = Muon(
             matrices,
             lr=config.muon_learning_rate,
             weight_decay=config.weight_decay,

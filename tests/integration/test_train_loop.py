@@ -344,7 +344,7 @@ def test_bfloat16_keeps_weights_in_fp32_and_leaves_the_module_unpatched(tmp_path
 def test_auto_is_bfloat16_where_that_is_faster(
     has_products: bool, expected: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("train.engine._has_bf16_products", lambda: has_products)
+    monkeypatch.setattr("train.engine.has_bf16_products", lambda: has_products)
     task = ToyTask()
     seen: list[torch.dtype] = []
     task.module.head.register_forward_hook(lambda module, inputs, out: seen.append(out.dtype))  # type: ignore[union-attr]

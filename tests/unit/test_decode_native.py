@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from transformers import (
 import decode.native
 from decode.llama import LlamaForward
 from decode.model import CachedModel
-from decode.native import NativeForward, native_forward, native_library
+from decode.native import NativeForward, Unavailable, native_forward, native_library
 from decode.native_sampling import native_available
 
 Build = Callable[..., LlamaForCausalLM]
@@ -115,6 +116,26 @@ def test_without_matrix_units_it_says_the_same(tiny_llama: Build) -> None:
         tokens, texts = texts.split([width, texts.shape[1] - width], dim=1)
         found, expected = without.forward(tokens), with_units.forward(tokens)
         assert error(found, expected.float()) < 0.01 * float(expected.std())
+
+
+@needs_native
+@torch.inference_mode()
+def test_many_tokens_are_read_piece_by_piece(tiny_llama: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokens = build("llama", tiny_llama), torch.arange(3 * 40).reshape(3, 40) % 140
+    at_once, _ = with_and_without(model, 3, 60)
+    expected = at_once.forward(tokens)
+    monkeypatch.setattr(decode.native, "MOST_TOKENS", 16)  # of three rows, five each
+    sizes = []
+    forward = NativeForward._pass
+    monkeypatch.setattr(
+        NativeForward, "_pass", lambda self, part, *rest: sizes.append(part.shape) or forward(self, part, *rest)
+    )
+    in_pieces, _ = with_and_without(model, 3, 60)
+    found = in_pieces.forward(tokens)
+    assert set(sizes) == {(3, 5)} and len(sizes) == 8
+    assert error(found, expected.float()) < 0.01 * float(expected.std())
+    for mine, theirs in zip(in_pieces.cache.layers, at_once.cache.layers, strict=True):
+        assert error(mine.keys, theirs.keys.float()) < 0.01 * float(theirs.keys.float().std())
 
 
 @needs_native
@@ -303,6 +324,31 @@ def test_without_a_compiler_or_a_folder_torch_does_it(
     assert re.search(reason, message)
     expected = model(input_ids=tokens).logits.float()
     assert error(cached.forward(tokens), expected) < 0.05 * float(expected.std())
+
+
+@needs_native
+@pytest.mark.parametrize("why", ["compiler", "system"])
+def test_where_matrix_units_are_of_no_use_it_does_without(
+    why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A compiler that does not know them, or a system that does not grant them."""
+    caplog.set_level(logging.INFO)
+    has = torch.cpu.get_capabilities()
+    units = dict.fromkeys(("avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"), True)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has | units)
+    load = decode.native._load
+
+    def without(command: list[str]) -> Any:
+        if "-mamx-tile" not in command:
+            return load(command)
+        if why == "compiler":
+            raise Unavailable("compiling it failed: unrecognized command-line option")
+        return SimpleNamespace(request_units=lambda: 1)
+
+    monkeypatch.setattr(decode.native, "_load", without)
+    assert decode.native.native_library.__wrapped__().forward.argtypes
+    (message,) = [message for message in caplog.messages if "matrix units" in message]
+    assert message.startswith("C++ without matrix units: ")
 
 
 @needs_native

@@ -662,6 +662,32 @@ def test_a_cache_serves_as_responses_for_another_kind(configure: Configure, tmp_
     assert files_of(second) == files_of(direct)
 
 
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("kind", ["top_k", "hidden_states"])
+def test_of_hidden_states_that_are_kept_no_pass_is_made(
+    kind: str,
+    compile: bool,
+    configure: Configure,
+    save_target: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    direct = cache(configure(kind=kind, output=str(tmp_path / "direct")))
+    states = str(cache(configure(kind="hidden_states", output=str(tmp_path / "states"))))
+    passes = []
+    monkeypatch.setattr("distill.cache.final_hidden_states", lambda *of: passes.append(of) or final_hidden_states(*of))
+    found = cache(configure(responses=states, kind=kind, compile=compile, output=str(tmp_path / "found")))
+    assert not passes
+    for row, expected in zip(rows_of(found), rows_of(direct), strict=True):
+        assert row.keys() == expected.keys()
+        for name, values in load_signal([row], record_of(found)).items():
+            torch.testing.assert_close(values, load_signal([expected], record_of(direct))[name], atol=2e-3, rtol=2e-3)
+    # the control: another teacher of the same tokens
+    other = str(save_target(num_layers=3))
+    cache(configure(responses=states, target=other, kind=kind, output=str(tmp_path / "of-other")))
+    assert passes
+
+
 # --- refusals ---------------------------------------------------------------------------------------------
 
 

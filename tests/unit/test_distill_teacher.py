@@ -162,6 +162,20 @@ def test_hidden_states_give_the_targets_own_distribution(
     assert (expected - expected.roll(1, 0))[:, columns].abs().max() > 0.5
 
 
+@torch.no_grad()
+def test_normalizers_kept_in_bfloat16_are_those_of_a_head_in_float32(
+    tiny_llama: Callable[..., LlamaForCausalLM],
+) -> None:
+    """On a CPU that multiplies float32 sooner; its logits are rounded as those were that the normalisers are of."""
+    model = tiny_llama().bfloat16()
+    hidden = 40 * torch.randn(50, 32).bfloat16()  # logits of a peaked distribution, where bf16 is coarse
+    normalizers = TeacherHead(model).log_normalizers(hidden)
+    head = TeacherHead(model.float())
+    assert head.log_probabilities(hidden, normalizers).logsumexp(dim=-1).abs().max() < 0.01
+    exact = (hidden.float() @ model.lm_head.weight.T).logsumexp(dim=-1)
+    assert (exact - normalizers).abs().max() > 0.03  # the control
+
+
 def test_kept_normalizers_are_used_at_temperature_one_only(tiny_llama: Callable[..., LlamaForCausalLM]) -> None:
     model = tiny_llama()
     hidden, wrong = torch.randn(5, 32), torch.zeros(5)

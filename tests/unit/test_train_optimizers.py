@@ -1,13 +1,15 @@
 """Which parameter gets which optimiser and decay, and the learning rate over the steps."""
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from train.config import TrainConfig
-from train.optimizers import build_optimizers, learning_rate_factor, set_learning_rates
+from train.optimizers import Muon, build_optimizers, learning_rate_factor, set_learning_rates
 
 
 class Model(nn.Module):
@@ -54,6 +56,37 @@ def test_muon_takes_hidden_matrices_and_neither_embedding_nor_head() -> None:
         {"embed.weight", "hidden.bias", "norm.weight", "norm.bias"},
     ]
     assert (muon.param_groups[0]["lr"], adamw.param_groups[0]["lr"]) == (0.5, 0.1)
+
+
+class Dtypes(TorchFunctionMode):
+    """Of what torch's functions return."""
+
+    def __init__(self) -> None:
+        self.seen: set[torch.dtype] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.seen.add(result.dtype)
+        return result
+
+
+def test_muon_orthogonalises_in_what_the_machine_multiplies_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
+    updates = []
+    for has_products in (True, False):
+        monkeypatch.setattr("train.optimizers.has_bf16_products", lambda here=has_products: here)
+        weight = nn.Parameter(torch.zeros(6, 4))
+        weight.grad = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+        with Dtypes() as dtypes:
+            Muon([weight], lr=1.0, weight_decay=0.0).step()
+        assert (torch.bfloat16 in dtypes.seen) == has_products
+        assert torch.equal(weight.grad, torch.randn(6, 4, generator=torch.Generator().manual_seed(0)))
+        updates.append(weight.detach())
+    rounded, precise = updates
+    torch.testing.assert_close(rounded, precise, atol=0.02, rtol=0.02)
+    assert not torch.equal(rounded, precise)
+    # torch's iteration leaves singular values about 1
+    assert torch.linalg.svdvals(precise / precise.norm() * 2).sub(1).abs().max() < 0.4
 
 
 def test_a_tied_head_counts_as_an_embedding() -> None:
