@@ -16,7 +16,8 @@ class GenerateConfig:
         pair: a pair's folder; or the folder or hub id of any draft, together with target; lookup alone needs none
         target: the target, a folder or a hub id; null takes the one that the pair names
         prompt: the prompt; without it and without prompts, stdin is one
-        prompts: many prompts: a .jsonl or .txt file, - for stdin with one a line, or an embedded set
+        prompts: many prompts: an embedded set, a .jsonl, .json, .parquet or .txt file, a datasets folder, or - for
+            stdin with one a line
         sampling: how to choose tokens
         speculation: how to draft and verify
         raw: continue the prompt as it stands, without the chat template
@@ -68,7 +69,8 @@ class EvaluateConfig:
     Args:
         pair: the pair's folder; what is measured is also written into its pair.json
         target: the target, a folder or a hub id; null takes the one that the pair names
-        prompts: an embedded set (service, general) or a .jsonl or .txt file; only its held-out prompts if it marks any
+        prompts: an embedded set (service, general), a .jsonl, .json, .parquet or .txt file, or a datasets folder; only
+            its held-out prompts if it marks any
         responses: what `spec-distill respond` wrote with the same sampling, instead of generating target text
         sampling: the sampling parameters to measure at
         num_draft_tokens: tokens proposed a round while counting; null takes 4 and gives the pair the best number
@@ -107,7 +109,8 @@ class BenchConfig:
     Args:
         pair: the pair's folder; or the folder or hub id of any draft, together with target
         target: the target, a folder or a hub id; null takes the one that the pair names
-        prompts: an embedded set (service, general) or a .jsonl or .txt file; only its held-out prompts if it marks any
+        prompts: an embedded set (service, general), a .jsonl, .json, .parquet or .txt file, or a datasets folder; only
+            its held-out prompts if it marks any
         responses: what `spec-distill respond` wrote: of a set that marks none, only the prompts that it held out
         num_prompts: repetitions, each on a prompt of its own
         temperatures: settings to time; 0 is greedy
@@ -156,7 +159,8 @@ class ProveConfig:
     Args:
         pair: the pair's folder, which gets proof.json
         target: the target, a folder or a hub id; null takes the one that the pair names
-        prompts: an embedded set (service, general) or a .jsonl or .txt file; only its held-out prompts if it marks any
+        prompts: an embedded set (service, general), a .jsonl, .json, .parquet or .txt file, or a datasets folder; only
+            its held-out prompts if it marks any
         num_prompts: prompts that are decoded, for each check anew
         max_new_tokens: length of each text at most
         sampling: of the checks that sample

@@ -210,7 +210,7 @@ class SpeculativeDecoder:
             try:
                 if raw and len(prompt.messages) > 1:
                     raise ValueError("raw continues text; this one is a conversation: leave raw out, or give its text")
-                ids = self.encode(prompt.messages[0]["content"] if raw else prompt.messages, raw)
+                ids = self.encode(prompt.raw if raw else prompt.messages, raw)
                 for model in (self.target, *([self.draft.model] if self.draft else [])):
                     refuse_unsupported_cache(model, len(ids) + params.max_new_tokens)
             except ValueError as error:

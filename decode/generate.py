@@ -49,7 +49,7 @@ def generate(config: GenerateConfig) -> None:
         # another seed each, so that prompts do not share their luck
         seed = config.sampling.seed
         params = config.sampling if seed is None else replace(config.sampling, seed=seed + number)
-        content = prompt.messages[0]["content"] if config.raw else prompt.messages
+        content = prompt.raw if config.raw else prompt.messages
         if config.json:
             print(json.dumps({"id": prompt.id, **_figures(decoder.generate([content], params, raw=config.raw)[0])}))
         else:

@@ -17,7 +17,8 @@ class RespondConfig:
 
     Args:
         target: the model to draft for, a folder or a hub id
-        prompts: service or general (embedded sets), a .jsonl or .txt file, or - for stdin
+        prompts: service or general (embedded sets), a .jsonl, .json, .parquet or .txt file, a datasets folder, or - for
+            stdin
         output: folder for the responses; holds train/, heldout/ and heldout_greedy/, each a datasets folder
         sampling: how the target samples; the temperature you will serve with
         samples_per_prompt: responses to each training prompt

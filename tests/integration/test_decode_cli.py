@@ -494,7 +494,7 @@ def test_one_stop_string_needs_no_list(pair: Path, capsys: Capture) -> None:
     assert capsys.readouterr().out == whole[: whole.index(stop)] + "\n"
 
 
-def test_raw_continues_the_prompt_as_it_stands(pair: Path, prompts: Path, capsys: Capture) -> None:
+def test_raw_continues_the_prompt_as_it_stands(pair: Path, prompts: Path, tmp_path: Path, capsys: Capture) -> None:
     decoder = SpeculativeDecoder.from_pretrained(None, str(pair))
     (generation,) = decoder.generate("Item 3", SamplingParams(max_new_tokens=12), raw=True)
     assert generation.text != answer(pair, "Item 3")
@@ -502,6 +502,11 @@ def test_raw_continues_the_prompt_as_it_stands(pair: Path, prompts: Path, capsys
     assert capsys.readouterr() == (generation.text + "\n", "")
     assert cli.main(["generate", "--pair", str(pair), "--prompts", str(prompts), "--raw", *SHORT]) == 0
     assert f"# item-3\n{generation.text}\n" in capsys.readouterr().out
+    code = write(
+        tmp_path / "code.jsonl", json.dumps({"task_id": "t/0", "prompt": "Item 3", "entry_point": "item"}) + "\n"
+    )
+    assert cli.main(["generate", "--pair", str(pair), "--prompts", code, "--raw", *SHORT]) == 0
+    assert capsys.readouterr() == (generation.text + "\n", "")
 
 
 def test_raw_continues_text_not_chats(pair: Path, tmp_path: Path, capsys: Capture) -> None:

@@ -370,6 +370,12 @@ def test_raw_text_goes_on_without_the_template(decoder: SpeculativeDecoder) -> N
     assert generation.ids != decoder.generate("Once", SAMPLED)[0].ids
 
 
+def test_raw_code_goes_on_without_what_was_asked(decoder: SpeculativeDecoder) -> None:
+    prompts = [Prompt("1", as_messages("Complete this: def"), code="def")]
+    assert decoder.encode_all(prompts, SAMPLED, raw=True) == [decoder.encode("def", raw=True)]
+    assert decoder.encode_all(prompts, SAMPLED) == [decoder.encode("Complete this: def")]
+
+
 def test_a_lossy_text_says_so(target_folder: Path, draft_folder: Path) -> None:
     speculation = SpeculationParams(lossy_lenience=0.5)
     decoder = SpeculativeDecoder.from_pretrained(str(target_folder), str(draft_folder), speculation)

@@ -5,6 +5,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from transformers import PreTrainedTokenizerFast
 
@@ -141,3 +144,161 @@ def test_a_template_may_refuse(byte_tokenizer: PreTrainedTokenizerFast) -> None:
     )
     with pytest.raises(ValueError, match="chat template refuses these messages: System role not supported"):
         encode(strict, as_messages("Hi"))
+
+
+# --- known sets -------------------------------------------------------------------------------------------
+
+CODE = 'def double(x):\n    """Twice x."""\n'
+ASKED = "Complete the Python function `double` as its docstring says. Answer with the whole function.\n\n"
+HUMAN = {"from": "human", "value": "First?"}
+GPT = {"from": "gpt", "value": "Yes."}
+# a row of each set; the text of its prompt, its id if it has one, and its category
+KNOWN: dict[str, tuple[dict[str, Any], str, str | None, str | None]] = {
+    "Spec-Bench": (
+        {"question_id": 81, "category": "writing", "turns": ["First?", "Then?"]},
+        "First?",
+        "81",
+        "writing",
+    ),
+    "MT-bench": (
+        {"question_id": 101, "category": "math", "turns": ["First?", "Then?"], "reference": ["One", "Two"]},
+        "First?",
+        "101",
+        "math",
+    ),
+    "HumanEval": (
+        {
+            "task_id": "HumanEval/0",
+            "prompt": CODE,
+            "entry_point": "double",
+            "canonical_solution": "    return 2 * x\n",
+            "test": "assert double(1) == 2\n",
+        },
+        f'{ASKED}```python\ndef double(x):\n    """Twice x."""\n```',
+        "HumanEval/0",
+        None,
+    ),
+    "GSM8K": ({"question": "How many?", "answer": "2\n#### 2"}, "How many?", None, None),
+    "ShareGPT": ({"id": "a_0", "conversations": [HUMAN, GPT, {**HUMAN, "value": "Then?"}]}, "First?", "a_0", None),
+}
+
+
+@pytest.mark.parametrize("row", KNOWN.values(), ids=KNOWN)
+def test_known_sets_are_told_by_their_fields(
+    row: tuple[dict[str, Any], str, str | None, str | None], tmp_path: Path
+) -> None:
+    fields, text, row_id, category = row
+    source = write(tmp_path, "", fields)
+    (prompt,) = load_prompts(source)
+    assert prompt.messages == as_messages(text)
+    assert (prompt.id, prompt.category, prompt.split) == (row_id or f"{source}:2", category, None)
+
+
+@pytest.mark.parametrize("suffix", ["json", "jsonl", "parquet", "saved"])
+def test_a_set_is_the_same_in_every_container(suffix: str, tmp_path: Path) -> None:
+    """Parquet and datasets give each row the columns of all, null where it has none."""
+    rows = [row for row, *_ in KNOWN.values()]
+    path = tmp_path / f"prompts.{suffix}"
+    if suffix in ("json", "jsonl"):
+        path.write_text(json.dumps(rows, indent=1))
+    else:
+        table = datasets.Dataset.from_dict({name: [row.get(name) for row in rows] for row in rows for name in row})
+        assert table[0]["answer"] is None
+        table.save_to_disk(str(path)) if suffix == "saved" else table.to_parquet(str(path))
+    prompts = load_prompts(str(path))
+    assert [prompt.messages for prompt in prompts] == [as_messages(text) for _, text, *_ in KNOWN.values()]
+    assert [prompt.id for prompt in prompts] == ["81", "101", "HumanEval/0", f"{path}:4", "a_0"]
+    assert [prompt.category for prompt in prompts] == ["writing", "math", None, None, None]
+
+
+def test_rows_of_a_json_file_may_be_lines(tmp_path: Path) -> None:
+    source = write(tmp_path, {"prompt": "One"}, {"turns": ["Two"]}, name="prompts.json")
+    assert [prompt.messages for prompt in load_prompts(source)] == [as_messages("One"), as_messages("Two")]
+
+
+def test_code_to_be_completed_is_continued_as_it_stands_when_raw(tmp_path: Path) -> None:
+    completed, plain = load_prompts(write(tmp_path, KNOWN["HumanEval"][0], {"prompt": "Say"}))
+    assert (completed.raw, plain.raw) == (CODE, "Say")
+    assert "code" not in repr(completed)  # responses are known by it, and the messages say it all
+    incomplete = {key: value for key, value in KNOWN["HumanEval"][0].items() if key != "entry_point"}
+    (prompt,) = load_prompts(write(tmp_path, incomplete))
+    assert prompt.messages == as_messages(CODE)  # nothing says that it is to be completed
+
+
+def test_conversations_without_a_human_turn_are_left_out_aloud(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    blank = {"from": "human", "value": " "}
+    conversations = [[], [GPT], [GPT, HUMAN], [blank, GPT, {"from": "user", "value": "Later?"}]]
+    source = write(tmp_path, *({"conversations": turns} for turns in conversations))
+    with caplog.at_level("INFO"):
+        prompts = load_prompts(source)
+    assert [prompt.messages[0]["content"] for prompt in prompts] == ["First?", "Later?"]
+    assert [prompt.id for prompt in prompts] == [f"{source}:3", f"{source}:4"]
+    assert f"prompts {source}: 2 of 4 conversations have no human turn, left out" in caplog.text
+    with pytest.raises(ValueError, match=r"holds no prompt$"):
+        load_prompts(write(tmp_path, {"conversations": [GPT]}))
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({}, 'needs a non-empty "prompt" .* its fields are none$'),
+        ({"text": "x", "id": 1}, 'needs a non-empty "prompt" .* its fields are text, id$'),
+        ({"question": "x"}, 'needs a non-empty "prompt" .* its fields are question$'),
+        ({"question": "x", "answers": ["y"]}, 'needs a non-empty "prompt" .* its fields are question, answers$'),
+        ({"turns": []}, 'needs a non-empty "prompt" .* its fields are turns$'),
+        ({"conversations": "x"}, 'needs a non-empty "prompt" .* its fields are conversations$'),
+        ({"turns": [" "]}, 'the first of "turns" must be non-empty text$'),
+        ({"turns": [{"role": "user"}]}, 'the first of "turns" must be non-empty text$'),
+        ({"conversations": ["x"]}, 'each turn of "conversations" needs a "from" and a "value", both text$'),
+        ({"conversations": [{"role": "user", "content": "x"}]}, 'each turn of "conversations" needs a "from" '),
+        ({"turns": ["x"], "split": "test"}, 'split is \'test\'; use "train" or "heldout"$'),
+        ([1], "not a JSON object; write "),
+    ],
+)
+def test_what_fits_no_set_is_named_by_its_place_and_fields(row: Any, reason: str, tmp_path: Path) -> None:
+    source = write(tmp_path, {"prompt": "fine"}, row)
+    with pytest.raises(ValueError, match=f"^prompts {source}, line 2: {reason}") as caught:
+        load_prompts(source)
+    assert "\n" not in str(caught.value)
+    source = write(tmp_path, json.dumps([{"prompt": "fine"}, row], indent=1), name="prompts.json")
+    with pytest.raises(ValueError, match=f"^prompts {source}, entry 2: {reason}"):
+        load_prompts(source)
+
+
+def test_a_json_array_that_is_none_is_named_by_its_line(tmp_path: Path) -> None:
+    source = write(tmp_path, "[", '{"prompt": "x"},', '{"prompt": "y"', "]", name="prompts.json")
+    with pytest.raises(ValueError, match=f"^prompts {source}, line 4: not JSON: Expecting ',' delimiter at column 1$"):
+        load_prompts(source)
+    with pytest.raises(ValueError, match=r"holds no prompt$"):
+        load_prompts(write(tmp_path, "[]", name="prompts.json"))
+
+
+def test_a_table_with_faults_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.parquet"
+    pq.write_table(pa.table({"question": ["x", None], "answer": ["1", "2"]}), path)
+    with pytest.raises(
+        ValueError, match=f'^prompts {path}, row 2: needs a non-empty "prompt" .* its fields are answer$'
+    ):
+        load_prompts(str(path))
+    pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), path)
+    with pytest.raises(ValueError, match=f"^prompts {path}: holds no prompt$"):
+        load_prompts(str(path))
+    path.write_text("no table")
+    with pytest.raises(ValueError, match=f"^prompts {path}: not a Parquet file: .*") as caught:
+        load_prompts(str(path))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_of_several_datasets_names_them(tmp_path: Path) -> None:
+    rows = datasets.Dataset.from_list([{"question": "How many?", "answer": "2"}])
+    datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(str(tmp_path))
+    message = f"^prompts {tmp_path}: holds several datasets; give the folder of one: {tmp_path}/train, {tmp_path}/test$"
+    with pytest.raises(ValueError, match=message):
+        load_prompts(str(tmp_path))
+    assert load_prompts(f"{tmp_path}/test") == [Prompt(f"{tmp_path}/test:1", as_messages("How many?"))]
+    (tmp_path / "test" / "state.json").write_text("{")
+    with pytest.raises(ValueError, match=r"test: a datasets folder that cannot be read: ") as caught:
+        load_prompts(f"{tmp_path}/test")
+    assert "\n" not in str(caught.value)
