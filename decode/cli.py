@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from .config import BenchConfig, EvaluateConfig, GenerateConfig, ProveConfig
+from .config import BenchConfig, EvaluateConfig, ExportConfig, GenerateConfig, ProveConfig
 from .console import run_commands
 
 PROGRAM = "spec-decode"
@@ -45,11 +45,23 @@ def _prove(config: ProveConfig) -> None:
         raise SystemExit(1)
 
 
+def _export(config: ExportConfig) -> None:
+    import rich
+
+    from .export import export
+    from .tables import export_summary
+
+    exported = export(config)
+    rich.print(export_summary(exported))
+    print(exported.command)  # whole, however long
+
+
 COMMANDS: dict[str, tuple[type, Callable[[Any], None], str]] = {
     "generate": (GenerateConfig, _generate, "answer prompts"),
     "evaluate": (EvaluateConfig, _evaluate, "measure how often the target accepts the draft"),
     "bench": (BenchConfig, _bench, "time plain against speculative decoding"),
     "prove": (ProveConfig, _prove, "show that its text is the target's"),
+    "export": (ExportConfig, _export, "write the draft for another engine"),
 }
 
 

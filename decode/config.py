@@ -6,6 +6,7 @@ from typing import Literal
 from .params import SamplingParams, SpeculationParams
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Engine = Literal["transformers", "vllm", "sglang", "gguf"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,3 +194,23 @@ class ProveConfig:
             raise ValueError("sampling.temperature: 0 samples nothing; greedy texts are compared anyway")
         if self.sampling.has_penalties:
             raise ValueError("sampling: p and q are compared without penalties, biases and bad words; leave them out")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportConfig:
+    """Write a pair's draft for another engine, with the command that serves it, and compare what was written.
+
+    Args:
+        pair: the pair's folder
+        to: the engine: transformers, vllm, sglang, or gguf for llama.cpp
+        output: the folder to write; it must not hold anything
+        target: the target, a folder or a hub id; null takes the one that the pair names
+        prompts: on which it is measured what the engine cannot be told: an embedded set (service, general) or a .jsonl
+            or .txt file; only its held-out prompts if it marks any
+    """
+
+    pair: str
+    to: Engine
+    output: str
+    target: str | None = None
+    prompts: str = "service"

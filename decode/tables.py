@@ -9,6 +9,7 @@ from rich.table import Table
 
 from .bench import BEST_ASSISTED, Timing
 from .evaluate import Evaluation
+from .export import Export
 from .params import SamplingParams
 from .prove import Check
 
@@ -53,6 +54,15 @@ def proof_table(checks: list[Check]) -> Table:
     for check in checks:
         table.add_row(check.name, "[green]passed[/]" if check.passed else "[red]failed[/]", escape(check.found))
     return table
+
+
+def export_summary(exported: Export) -> Group:
+    """What `spec-decode export` prints but for the command: what was written, and what the engine cannot be told."""
+    table = Table("export", "")
+    table.add_row("written", escape(exported.output))
+    table.add_row("draft tokens a round", str(exported.num_speculative_tokens))
+    table.add_row("loaded back, logits differ by at most", f"{exported.max_logit_difference:.2g}")
+    return Group(table, *(escape(f"- {note}") for note in exported.notes))
 
 
 def bench_tables(timings: list[Timing]) -> Group:

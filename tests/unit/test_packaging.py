@@ -21,7 +21,7 @@ RECIPES = sorted(ROOT.glob("configs/**/*.yaml"))
 STAGES = {
     "train": ["train"],
     **{stage: ["distill", stage] for stage in ("respond", "build", "cache", "estimate", "run")},
-    **{stage: ["decode", stage] for stage in ("generate", "evaluate", "bench", "prove")},
+    **{stage: ["decode", stage] for stage in ("generate", "evaluate", "bench", "prove", "export")},
 }
 PROMPT_SETS = ("service", "general")
 MAX_SIMILARITY = 0.35
