@@ -11,6 +11,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from .decoder import SpeculativeDecoder
+from .full_head import silence_outside
 from .pair import Dtype, load_model
 from .params import SamplingParams
 from .progress import ProgressBar
@@ -42,8 +43,9 @@ class TransformersBaselines:
 
     Args:
         decoder: whose target is used, as it lies in memory.
-        draft: folder or hub name of the draft, which is loaded anew: the decoder's may have lost rows of its head; None
-            for a target that drafts for itself, which transformers lets exit early (`assistant_early_exit`).
+        draft: folder or hub name of the draft, which is loaded anew: the decoder's may have lost rows of its head. They
+            are zero here, so that tokens that it has not learnt are hardly ever drafted. None for a target that drafts
+            for itself, which transformers lets exit early (`assistant_early_exit`).
         dtype: of the draft.
 
     Attributes:
@@ -63,6 +65,8 @@ class TransformersBaselines:
             exits = sorted({max(1, round(share * num_layers)) for share in EXITS})
             self.assistances = [Assistance(number, layer) for layer in exits for number in NUMS_EXIT_TOKENS]
         self.assistant = self.target if draft is None else load_model(draft, dtype, "assistant")
+        if draft is not None and decoder.draft is not None and (kept := decoder.draft.draft_vocab) is not None:
+            silence_outside(self.assistant, kept)
         own = self.assistant.generation_config
         self.default = GenerationConfig(**{name: getattr(own, name, None) for name in ASSISTANT_SETTINGS})
         sizes = [model.config.get_text_config().vocab_size for model in (self.assistant, self.target)]

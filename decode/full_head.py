@@ -66,24 +66,33 @@ def fit_vocabulary(
         notes.append(f"wants as many tokens of the draft as of the target: {known} rows became {size}")
     if len(kept) == size:
         return notes
-    head = model.get_output_embeddings()
-    if model.config.tie_word_embeddings:
-        model.config.tie_word_embeddings = False
-        head.weight = nn.Parameter(head.weight.clone(), requires_grad=False)
-    outside = _others(kept, size)
+    row = None
     done = "have a bias with which they are never said"
-    row = torch.zeros(head.in_features)
-    if head.bias is not None:
-        head.bias[outside] = CLOSED
-    else:
+    if model.get_output_embeddings().bias is None:
         row = _row_outside(model, kept, size - len(kept), texts).to(dtype).float()
         done = "point away from the mean of its hidden states" if row.any() else "are zero"
-    head.weight[outside] = row
+    silence_outside(model, kept, row)
     return [
         *notes,
         f"knows no reduced output vocabulary: the rows of the {size - len(kept)} tokens outside it {done}, "
         f"those of its {len(kept)} are as they were",
     ]
+
+
+@torch.no_grad()
+def silence_outside(model: PreTrainedModel, kept: Tensor, row: Tensor | None = None) -> None:
+    """Give all tokens but `kept` a row of the head with which they are hardly ever said; zero unless one is given.
+
+    The head becomes one of its own where it was that of the embeddings. One with a bias has them closed by that.
+    """
+    head: Any = model.get_output_embeddings()
+    if model.config.tie_word_embeddings:
+        model.config.tie_word_embeddings = False
+        head.weight = nn.Parameter(head.weight.clone(), requires_grad=False)
+    outside = _others(kept.to("cpu"), len(head.weight)).to(head.weight.device)
+    head.weight[outside] = 0 if row is None else row
+    if head.bias is not None:
+        head.bias[outside] = CLOSED
 
 
 def _row_outside(model: PreTrainedModel, kept: Tensor, num_outside: int, texts: list[list[int]]) -> Tensor:

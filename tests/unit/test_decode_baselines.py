@@ -170,6 +170,21 @@ def test_a_target_that_drafts_for_itself_exits_early(build: Build) -> None:
     assert str(baselines.assistances[0]) == "1 by 1 layers"
 
 
+@torch.no_grad()
+def test_tokens_that_a_draft_has_not_learnt_are_hardly_ever_drafted(
+    tiny_llama: Callable[..., LlamaForCausalLM], byte_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    draft = tiny_llama(seed=1, num_layers=1, tie_word_embeddings=True)
+    draft.save_pretrained(tmp_path / "draft")
+    tokens, kept = torch.tensor([PROMPT]), torch.arange(0, 259, 2)
+    before = draft(input_ids=tokens).logits
+    decoder = SpeculativeDecoder(tiny_llama(), byte_tokenizer, DraftModelProposer(draft, 259, kept))
+    assistant = TransformersBaselines(decoder, str(tmp_path / "draft"), "float32").assistant
+    after = assistant(input_ids=tokens).logits
+    assert torch.equal(after[..., kept], before[..., kept])
+    assert (after[..., 1::2] == 0).all() and (before[..., 1::2] != 0).all()
+
+
 def test_a_vocabulary_padded_otherwise_is_refused(build: Build) -> None:
     with pytest.raises(ValueError, match="padded to 272, for another than the target's of 259; leave transformers out"):
         build(draft_vocab_size=272)
