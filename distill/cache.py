@@ -158,6 +158,11 @@ def _parts(folder: Path, splits: dict[str, datasets.Dataset], max_tokens: int) -
     return parts
 
 
+def _size_of_text(rows: datasets.Dataset) -> int:
+    size: int = sum(_column(rows, name).nbytes for name in COLUMNS)
+    return size
+
+
 def _column(rows: datasets.Dataset, name: str) -> pa.ChunkedArray:
     return rows.with_format("arrow")[:][name]
 
@@ -178,7 +183,7 @@ def _refuse_full_disk(
         ValueError: the disk does not hold what is still to be written.
     """
     num_tokens = sum(map(_num_response_tokens, splits.values()))
-    signal, text = num_tokens * record.bytes_per_token, sum(rows.data.nbytes for rows in splits.values())
+    signal, text = num_tokens * record.bytes_per_token, sum(_size_of_text(rows) for rows in splits.values())
     logger.info(
         "teacher signal: %d response tokens of %d bytes each, %d bytes in all, beside %d bytes of text",
         *(num_tokens, record.bytes_per_token, signal, text),

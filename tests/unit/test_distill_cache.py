@@ -662,6 +662,7 @@ def test_a_cache_serves_as_responses_for_another_kind(configure: Configure, tmp_
     assert files_of(second) == files_of(direct)
 
 
+@COMPILED
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("kind", ["top_k", "hidden_states"])
 def test_of_hidden_states_that_are_kept_no_pass_is_made(
@@ -671,13 +672,18 @@ def test_of_hidden_states_that_are_kept_no_pass_is_made(
     save_target: Callable[..., Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     direct = cache(configure(kind=kind, output=str(tmp_path / "direct")))
     states = str(cache(configure(kind="hidden_states", output=str(tmp_path / "states"))))
     passes = []
     monkeypatch.setattr("distill.cache.final_hidden_states", lambda *of: passes.append(of) or final_hidden_states(*of))
-    found = cache(configure(responses=states, kind=kind, compile=compile, output=str(tmp_path / "found")))
+    with caplog.at_level(logging.INFO):
+        found = cache(configure(responses=states, kind=kind, compile=compile, output=str(tmp_path / "found")))
     assert not passes
+    *_, signal, text = announced(caplog.text)
+    files = sum(path.stat().st_size for path in found.rglob("*.arrow"))
+    assert signal + text <= files < signal + text + 4000 * len(list(found.rglob("*.arrow")))
     for row, expected in zip(rows_of(found), rows_of(direct), strict=True):
         assert row.keys() == expected.keys()
         for name, values in load_signal([row], record_of(found)).items():
