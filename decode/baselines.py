@@ -8,6 +8,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from .decoder import SpeculativeDecoder
@@ -43,9 +44,9 @@ class TransformersBaselines:
 
     Args:
         decoder: whose target is used, as it lies in memory.
-        draft: folder or hub name of the draft, which is loaded anew: the decoder's may have lost rows of its head. They
-            are zero here, so that tokens that it has not learnt are hardly ever drafted. None for a target that drafts
-            for itself, which transformers lets exit early (`assistant_early_exit`).
+        draft: folder or hub name of the draft, which is loaded anew: the decoder's may have lost rows of its head. Here
+            a bias closes them, so that tokens that it has not learnt are not drafted. None for a target that drafts for
+            itself, which transformers lets exit early (`assistant_early_exit`).
         dtype: of the draft.
 
     Attributes:
@@ -66,6 +67,9 @@ class TransformersBaselines:
             self.assistances = [Assistance(number, layer) for layer in exits for number in NUMS_EXIT_TOKENS]
         self.assistant = self.target if draft is None else load_model(draft, dtype, "assistant")
         if draft is not None and decoder.draft is not None and (kept := decoder.draft.draft_vocab) is not None:
+            head: Any = self.assistant.get_output_embeddings()
+            if head.bias is None:  # by which they are closed; it is not saved, so that it may have one
+                head.bias = nn.Parameter(head.weight.new_zeros(len(head.weight)), requires_grad=False)
             silence_outside(self.assistant, kept)
         own = self.assistant.generation_config
         self.default = GenerationConfig(**{name: getattr(own, name, None) for name in ASSISTANT_SETTINGS})

@@ -205,8 +205,8 @@ class ExportConfig:
         to: the engine: transformers, vllm, sglang, or gguf for llama.cpp
         output: the folder to write; it must not hold anything
         target: the target, a folder or a hub id; null takes the one that the pair names
-        prompts: on which it is measured what the engine cannot be told: an embedded set (service, general) or a .jsonl
-            or .txt file; only its held-out prompts if it marks any
+        prompts: on which it is measured what the engine cannot be told: an embedded set (service, general), a .jsonl,
+            .json, .parquet or .txt file, or a datasets folder; only its held-out prompts if it marks any
     """
 
     pair: str

@@ -227,7 +227,7 @@ def _alphas_on_texts(
     with ProgressBar("alpha", len(texts)) as bar:
         for ids, start in texts:
             tokens = torch.tensor([ids[:-1]], device=decoder.target.device)
-            target = CachedModel(decoder.target, 1, len(ids))  # by the passes that decoding makes
+            target = CachedModel(decoder.target, 1, len(ids))  # p by the passes that decoding makes
             target.read([ids[:start]])
             p_logits = target.forward(tokens[:, start - 1 :])[0]
             q_logits = decoder.draft.score(tokens)[0, start - 1 :]

@@ -46,9 +46,12 @@ def refuse_no_gguf(model: PreTrainedModel, tokenizer: Tokenizer) -> None:
     biased = [name for name, _ in model.named_parameters() if name.endswith("bias")]
     if biased and kind != "qwen2":
         raise ValueError(f"to: gguf has no place for biases of {kind}, such as {biased[0]}; {advice}")
+    advised = f"to: gguf is written for byte-level BPE with merges, not the draft's tokenizer; {advice}"
+    if not hasattr(tokenizer, "backend_tokenizer"):
+        raise ValueError(advised)
     state = _state(tokenizer)
     if state["model"]["type"] != "BPE" or state["model"].get("byte_fallback") or not state["model"]["merges"]:
-        raise ValueError(f"to: gguf is written for byte-level BPE with merges, not the draft's tokenizer; {advice}")
+        raise ValueError(advised)
 
 
 def write_gguf(model: PreTrainedModel, folder: Path, path: Path, name: str) -> None:

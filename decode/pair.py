@@ -131,9 +131,11 @@ def load_model(
     if not layers:
         logging_of_transformers.set_verbosity_error()  # or it would list all that is not read
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            name, dtype=dtype, output_loading_info=True, **({} if layers else {"num_hidden_layers": 0})
-        )
+        options: dict[str, Any] = {}
+        if not layers:
+            options["config"] = AutoConfig.from_pretrained(name)
+            options["config"].get_text_config().num_hidden_layers = 0
+        loaded: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, output_loading_info=True, **options)
     except NOT_LOADABLE as error:
         raise _not_loadable(name, role, error) from error
     finally:

@@ -188,7 +188,7 @@ def _parquet_rows(source: str) -> Iterator[tuple[Place, Any]]:
 
     try:
         table = pq.read_table(source)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, NotImplementedError) as error:
         raise ValueError(f"prompts {source}: not a Parquet file: {_first_line(error)}") from error
     yield from _table_rows(table.to_pylist())
 
@@ -198,7 +198,7 @@ def _saved_rows(source: str) -> Iterator[tuple[Place, Any]]:
 
     try:
         saved = datasets.load_from_disk(source)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"prompts {source}: a datasets folder that cannot be read: {_first_line(error)}") from error
     if isinstance(saved, datasets.DatasetDict):
         folders = ", ".join(str(Path(source) / split) for split in saved)

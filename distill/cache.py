@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
-from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from decode.pair import describe_target, load_model, load_tokenizer
 from decode.progress import ProgressBar
@@ -33,7 +32,6 @@ from .signal import (
     SignalRecord,
     load_record,
     load_signal,
-    refuse_cache_of_another_target,
     signal_record,
 )
 from .teacher import TeacherHead, collate, compile_layers, compiled, final_hidden_states
@@ -74,9 +72,9 @@ def cache(config: CacheConfig) -> Path:
     folder = partial(output)
     tokenizer = load_tokenizer(name, "target")
     refuse_responses_of_another_target(config.responses, name, tokenizer)
-    kept = _kept_states(config.responses, name, tokenizer)
+    kept = _kept_states(config, describe_target(name, tokenizer))
     splits = _responses(config.responses, list(COLUMNS) + ["teacher_hidden"] * (kept is not None))
-    target = load_model(name, config.dtype, "target", layers=kept is None)
+    target = load_model(name, kept.dtype if kept else config.dtype, "target", layers=kept is None)  # type: ignore[arg-type]
     head = TeacherHead(target)
     if config.compile:
         if kept is None:
@@ -121,16 +119,15 @@ def top_k_and_tail(log_p: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     return top.indices, top.values, log_tail
 
 
-def _kept_states(folder: str, target_name: str, tokenizer: Tokenizer) -> SignalRecord | None:
-    """How the responses keep this target's hidden states; None where they do not."""
-    record = load_record(folder)
-    if record is None or record.kind != "hidden_states":
+def _kept_states(config: CacheConfig, target: dict[str, str | None]) -> SignalRecord | None:
+    """How the responses keep this target's hidden states; None where they do not, or not in the dtype asked for."""
+    record = load_record(config.responses)
+    if record is None or record.kind != "hidden_states" or config.dtype not in ("auto", record.dtype):
         return None
-    try:
-        refuse_cache_of_another_target(folder, record, target_name, tokenizer)
-    except ValueError:  # another teacher of the same tokens may speak, but by a pass of its own
+    # a fine-tuned target has the config and tokens of another, so it must be in the same place too
+    if record.target != target:
         return None
-    logger.info("hidden states are read from %s; the target passes over nothing", folder)
+    logger.info("hidden states are read from %s; the target passes over nothing", config.responses)
     return record
 
 

@@ -27,9 +27,9 @@ class Muon(torch.optim.Muon):
     def step(self, closure: Any = None) -> Any:
         """Take one."""
         if has_bf16_products():
-            return super().step(closure)
+            return super().step(closure)  # type: ignore[no-untyped-call]
         with _InFloat32():
-            return super().step(closure)
+            return super().step(closure)  # type: ignore[no-untyped-call]
 
 
 def build_optimizers(module: nn.Module, config: TrainConfig) -> list[torch.optim.Optimizer]:

@@ -171,7 +171,7 @@ def test_a_target_that_drafts_for_itself_exits_early(build: Build) -> None:
 
 
 @torch.no_grad()
-def test_tokens_that_a_draft_has_not_learnt_are_hardly_ever_drafted(
+def test_tokens_that_a_draft_has_not_learnt_are_not_drafted(
     tiny_llama: Callable[..., LlamaForCausalLM], byte_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     draft = tiny_llama(seed=1, num_layers=1, tie_word_embeddings=True)
@@ -182,7 +182,7 @@ def test_tokens_that_a_draft_has_not_learnt_are_hardly_ever_drafted(
     assistant = TransformersBaselines(decoder, str(tmp_path / "draft"), "float32").assistant
     after = assistant(input_ids=tokens).logits
     assert torch.equal(after[..., kept], before[..., kept])
-    assert (after[..., 1::2] == 0).all() and (before[..., 1::2] != 0).all()
+    assert after.softmax(dim=-1)[..., 1::2].max() == 0 < before.softmax(dim=-1)[..., 1::2].min()
 
 
 def test_a_vocabulary_padded_otherwise_is_refused(build: Build) -> None:

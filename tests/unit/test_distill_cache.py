@@ -688,10 +688,12 @@ def test_of_hidden_states_that_are_kept_no_pass_is_made(
         assert row.keys() == expected.keys()
         for name, values in load_signal([row], record_of(found)).items():
             torch.testing.assert_close(values, load_signal([expected], record_of(direct))[name], atol=2e-3, rtol=2e-3)
-    # the control: another teacher of the same tokens
-    other = str(save_target(num_layers=3))
-    cache(configure(responses=states, target=other, kind=kind, output=str(tmp_path / "of-other")))
-    assert passes
+    # the control: another teacher of the same tokens and config, or of another dtype
+    others = ({"target": str(save_target(seed=1))}, {"dtype": "bfloat16"})
+    for number, other in enumerate(others):
+        passes.clear()
+        cache(configure(responses=states, kind=kind, output=str(tmp_path / f"other-{number}"), **other))
+        assert passes, other
 
 
 # --- refusals ---------------------------------------------------------------------------------------------
