@@ -61,14 +61,12 @@ inline void load_quantised(const int8_t* packed, int64_t block, int64_t num_inpu
     }
 }
 
-// Calls work with TOKENS as a constant, for so many tokens from `first` on that are left.
+// Calls work(how many tokens, the first of them), up to MOST at a time. The number is a constant, so that their sums stay in
+// registers, and weights are widened once for all of them.
 template <int MOST, class Work>
-inline void in_chunks(int64_t num_tokens, Work work) {
-    int64_t first = 0;
+inline void in_chunks(int64_t num_tokens, Work work, int64_t first = 0) {
     for (; num_tokens - first >= MOST; first += MOST) work(std::integral_constant<int, MOST>(), first);
-    if constexpr (MOST > 1)
-        if (first < num_tokens)
-            in_chunks<MOST / 2>(num_tokens - first, [&](auto count, int64_t at) { work(count, first + at); });
+    if constexpr (MOST > 1) in_chunks<MOST - 1>(num_tokens, work, first);
 }
 
 // What a matrix is multiplied with: tokens [num_tokens, stride].
