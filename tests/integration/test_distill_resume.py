@@ -122,7 +122,7 @@ STAGES = (
     Stage(losses={"tv": 1.0}),
 )
 OBJECTIVES: dict[str, dict[str, Any]] = {
-    "forward KL": {},
+    "forward KL": {"objective": ObjectiveConfig(stages=(Stage(losses={"forward_kl": 1.0}),))},
     "stages and branches": {
         "objective": ObjectiveConfig(stages=STAGES),
         "branches": BranchesConfig(share=0.5, per_text=4),
