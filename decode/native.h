@@ -7,6 +7,9 @@
 using bf16 = uint16_t;
 constexpr int64_t WIDTH = 16;  // the fp32 lanes of a register
 
+// the first `count` lanes
+inline __mmask16 inside(int64_t count) { return __mmask16(count >= WIDTH ? 0xffff : count > 0 ? (1 << count) - 1 : 0); }
+
 inline __m512 load(const bf16* x) {
     const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x));
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));

@@ -77,20 +77,16 @@ inline void transpose(const float (&from)[TILE][WIDTH], float* to, int64_t strid
     }
 }
 
-inline __mmask16 first_lanes(int64_t count) {
-    return __mmask16(count >= WIDTH ? 0xffff : count > 0 ? (1 << count) - 1 : 0);
-}
-
 // weights: e^(scale (score - the largest)) of the first `length`, zeros up to `room`; their sum
 template <class Number>
 float exponentials(const float* scores, int64_t length, int64_t room, float scale, Number* weights) {
     __m512 largest = _mm512_set1_ps(-INFINITY), total = _mm512_setzero_ps();
     for (int64_t place = 0; place < length; place += WIDTH)
-        largest = _mm512_mask_max_ps(largest, first_lanes(length - place), largest, _mm512_loadu_ps(scores + place));
+        largest = _mm512_mask_max_ps(largest, inside(length - place), largest, _mm512_loadu_ps(scores + place));
     const __m512 most = _mm512_set1_ps(_mm512_reduce_max_ps(largest));
     for (int64_t place = 0; place < room; place += WIDTH) {
         const __m512 score = _mm512_mul_ps(_mm512_sub_ps(_mm512_loadu_ps(scores + place), most), _mm512_set1_ps(scale));
-        const __m512 weight = _mm512_maskz_mov_ps(first_lanes(length - place), exponential(score));
+        const __m512 weight = _mm512_maskz_mov_ps(inside(length - place), exponential(score));
         store(weights + place, weight);
         total = _mm512_add_ps(total, weight);
     }

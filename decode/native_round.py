@@ -13,7 +13,7 @@ import torch
 from jaxtyping import BFloat16, Float, Int, UInt64
 from torch import Tensor
 
-from .native import Address, Size, native_library
+from .native_library import Address, Size, native_library
 from .native_sampling import KEPT_BYTES, NativeWarper, empty, seeds_of
 from .sampling import Distribution
 

@@ -41,8 +41,6 @@ inline __m512 noise(__m512i spread, __m512i first, __m512i second) {
     return arrival(_mm512_mul_ps(_mm512_add_ps(number, _mm512_set1_ps(0.5f)), _mm512_set1_ps(0x1p-31f)));
 }
 
-inline __mmask16 inside(int64_t count) { return __mmask16(count >= WIDTH ? 0xffff : (1 << count) - 1); }
-
 inline __m512 load(const bf16* x, __mmask16 mask) {
     const __m256i bits = _mm256_maskz_loadu_epi16(mask, x);
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import BFloat16, Float, Int, UInt64
 from torch import Tensor
 
-from .native import Unavailable, native_library
+from .native_library import Unavailable, native_library
 from .sampling import DRAFT_NUCLEUS_COLUMNS, Distribution, LogitsWarper
 
 logger = logging.getLogger(__name__)

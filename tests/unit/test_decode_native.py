@@ -24,9 +24,11 @@ from transformers import (
 )
 
 import decode.native
+import decode.native_library
 from decode.llama import LlamaForward
 from decode.model import CachedModel
-from decode.native import NativeForward, Unavailable, native_forward, native_library
+from decode.native import NativeForward, native_forward
+from decode.native_library import Unavailable, native_library
 from decode.native_sampling import native_available
 
 Build = Callable[..., LlamaForCausalLM]
@@ -316,7 +318,7 @@ def test_without_a_compiler_or_a_folder_torch_does_it(
     monkeypatch.setenv("XDG_CACHE_HOME", "/nowhere")  # or what was compiled before is found
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(decode.native, "native_library", decode.native.native_library.__wrapped__)
+    monkeypatch.setattr(decode.native, "native_library", decode.native_library.native_library.__wrapped__)
     model, tokens = build("llama", tiny_llama), torch.tensor([[5, 6, 7]])
     cached = CachedModel(model, 1, 8)
     assert isinstance(cached.fast, LlamaForward) and cached.fast.native is None
@@ -336,7 +338,7 @@ def test_where_matrix_units_are_of_no_use_it_does_without(
     has = torch.cpu.get_capabilities()
     units = dict.fromkeys(("avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"), True)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has | units)
-    load = decode.native._load
+    load = decode.native_library._load
 
     def without(command: list[str]) -> Any:
         if "-mamx-tile" not in command:
@@ -345,8 +347,8 @@ def test_where_matrix_units_are_of_no_use_it_does_without(
             raise Unavailable("compiling it failed: unrecognized command-line option")
         return SimpleNamespace(request_units=lambda: 1)
 
-    monkeypatch.setattr(decode.native, "_load", without)
-    assert decode.native.native_library.__wrapped__().forward.argtypes
+    monkeypatch.setattr(decode.native_library, "_load", without)
+    assert decode.native_library.native_library.__wrapped__().forward.argtypes
     (message,) = [message for message in caplog.messages if "matrix units" in message]
     assert message.startswith("C++ without matrix units: ")
 
@@ -354,16 +356,16 @@ def test_where_matrix_units_are_of_no_use_it_does_without(
 @needs_native
 def test_it_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    decode.native.native_library.__wrapped__()
+    decode.native_library.native_library.__wrapped__()
     (made,) = (tmp_path / "draftsmith").iterdir()  # and nothing half-made beside it
     with monkeypatch.context() as context:
-        context.setattr(decode.native.subprocess, "run", None)  # would be called in vain
-        decode.native.native_library.__wrapped__()
+        context.setattr(decode.native_library.subprocess, "run", None)  # would be called in vain
+        decode.native_library.native_library.__wrapped__()
     broken = tmp_path / "other" / "draftsmith" / made.name  # as a crash may leave it
     broken.parent.mkdir(parents=True)
     broken.write_bytes(b"")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
-    decode.native.native_library.__wrapped__()
+    decode.native_library.native_library.__wrapped__()
     assert made.suffix == ".so" and broken.stat().st_size == made.stat().st_size
 
 

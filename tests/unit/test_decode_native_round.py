@@ -13,7 +13,7 @@ import decode.sampler
 from decode.completion import Completion
 from decode.head import reduce_output_vocabulary
 from decode.model import CachedModel
-from decode.native import native_library
+from decode.native_library import native_library
 from decode.native_round import Unwarped
 from decode.native_sampling import NativeWarper, native_available
 from decode.params import SamplingParams, SpeculationParams
