@@ -221,7 +221,8 @@ def _multiply_sooner(target: PreTrainedModel) -> None:
 def _inputs(config: RunConfig) -> dict[str, str]:
     """What tells other responses, or another pair, of the same name: hashes of files."""
     folders = {"responses": Path(config.responses), "pair": Path(config.pair)}
-    names = {"responses": (RECORD, "cache.json"), "pair": ("draft_vocab.safetensors", "draft/config.json")}
+    of_pair = ("draft_vocab.safetensors", "draft/config.json", "draft/model.safetensors")
+    names = {"responses": (RECORD, "cache.json"), "pair": of_pair}
     files = [(what, folder / name) for what, folder in folders.items() for name in names[what]]
     files += [("responses", folders["responses"])]
     found: dict[str, str] = {}

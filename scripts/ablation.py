@@ -90,19 +90,17 @@ def do(name: str, seed: int, options: argparse.Namespace) -> Run:
     steps = options.steps or jsonargparse.get_loader("yaml")(Path(options.config).read_text())["train"]["max_steps"]
     overrides["train.max_steps"] = round(steps * STEPS_RATIO.get(name, 1))
     arguments = [f"--{key}={each if isinstance(each, str) else json.dumps(each)}" for key, each in overrides.items()]
-    costs = options.output / "costs.json"  # of drafts that differ in nothing but their weights: measured once
-    if costs.is_file() and not run.folder.exists():
-        run.folder.mkdir()
-        shutil.copy(costs, run.folder)
     _call("distill", "run", "--config", options.config, *arguments)
-    shutil.copy(run.folder / "costs.json", costs)
+    costs = options.output / "costs.json"  # of drafts that differ in nothing but their weights: one for all
+    if not costs.is_file():
+        shutil.copy(run.folder / "costs.json", costs)
     if not all((run.folder / f"{setting}.json").is_file() for setting in SETTINGS):
-        score(run)
+        score(run, Costs(**json.loads(costs.read_text())))
     return run
 
 
 @torch.no_grad()
-def score(run: Run) -> None:
+def score(run: Run, costs: Costs) -> None:
     """alpha, tokens per target pass and predicted speedup on the held-out responses; intervals over the texts."""
     parser = jsonargparse.ArgumentParser()
     parser.add_class_arguments(RunConfig, "run")
@@ -110,7 +108,7 @@ def score(run: Run) -> None:
     config: RunConfig = RunConfig(**vars(parser.instantiate(told)["run"]))
     elsewhere = replace(config.train, output=str(run.folder / "judging"))
     again = replace(config, pair=str(run.folder / "pair"), measure_speed=False, compile=False, train=elsewhere)
-    task, costs = prepare(again).task, Costs(**run.read("costs"))
+    task = prepare(again).task
     gamma = task.pair.num_draft_tokens
     for setting, rows in zip(SETTINGS, (task.texts.heldout, task.texts.heldout_greedy), strict=True):
         with torch.autocast(

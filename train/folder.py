@@ -84,6 +84,11 @@ class RunFolder:
         lines = [line for line in self.read_metrics() if line["step"] <= step]
         write_text(self.metrics, "".join(json.dumps(line) + "\n" for line in lines))
 
+    def num_processes(self) -> int | None:
+        """How many worked on it last; None where nobody noted it."""
+        noted = json.loads(self.provenance.read_text(encoding="utf-8")) if self.provenance.exists() else {}
+        return noted.get("num_processes")
+
     def read_metrics(self) -> list[dict[str, float]]:
         """The lines of metrics.jsonl, without a last one that a kill left incomplete."""
         lines: list[dict[str, float]] = []

@@ -157,6 +157,10 @@ def _train(
         task.state.clear()
         task.state.update(saved["task"])
         _say(engine, "resuming from %s (step %d of %d)", checkpoint, state.step, num_steps)
+        if (before := folder.num_processes()) not in (None, engine.world):
+            _say(
+                engine, "it was begun by %s processes, now %d: sums are rounded in another order", before, engine.world
+            )
     first_step = state.step
     engine.barrier()  # nobody may still be reading what the main process is about to clear up
     if engine.is_main:
@@ -364,6 +368,8 @@ class _Loop:
                     metrics = self.task.evaluate(module)
             except NonFinite as fault:
                 raise NonFinite(f"{fault} is not finite in the evaluation at step {state.step}") from fault
+            if unknown := [name for name, value in metrics.items() if math.isnan(value)]:
+                raise NonFinite(f"{unknown[0]} is not a number in the evaluation at step {state.step}")
             name = self.config.select_by
             chosen = self._select(state, metrics, name) if name else {}
         module.train()
