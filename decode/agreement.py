@@ -67,7 +67,8 @@ def agreement(p: Tensor, q: Tensor, token_ids: Tensor | None) -> Tensor:
     """
     shared = p[:, : q.shape[1]] if token_ids is None else p[:, token_ids]
     inside = torch.where(q > 0, shared, 0.0)
-    kl = torch.where(q > 0, torch.xlogy(shared, shared / q), 0.0).sum(dim=-1)
+    tiny = torch.finfo(torch.float32).tiny  # 0 log 0 is 0; and several times as fast as xlogy
+    kl = shared.clamp_min(tiny).div_(q.clamp_min(tiny)).log_().mul_(inside).sum(dim=-1)
     beyond = (p.sum(dim=-1) - inside.sum(dim=-1)).clamp_min_(0)
     likeliest = q.argmax(dim=-1)
     same = p.argmax(dim=-1) == (likeliest if token_ids is None else token_ids[likeliest])

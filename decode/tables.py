@@ -80,7 +80,7 @@ def _rounds_table(result: Evaluation) -> Table:
 
 
 def _parts_table(parts: dict[str, Figures]) -> Table:
-    table = Table("part of the text", "prompts", "alpha", "KL", "top-1", "E")
+    table = Table("part", "prompts", "alpha", "KL", "top-1", "E")
     for name, part in parts.items():
         alpha = _with_interval(part.alpha, part.alpha_interval)
         efficiency = _with_interval(part.block_efficiency, part.block_efficiency_interval)
