@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from decode.costs import Costs
-from decode.evaluate import bootstrap_interval
+from decode.figures import bootstrap_interval
 from distill.config import RunConfig
 from distill.judge import expected_rounds, judge
 from distill.run import prepare
