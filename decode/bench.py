@@ -16,8 +16,8 @@ from .clock import ForwardClock
 from .config import BenchConfig
 from .costs import Costs, measure_costs
 from .decoder import SpeculativeDecoder
-from .evaluate import heldout_prompts, saved_texts, spread
 from .files import refuse_unwritable, write_json
+from .heldout import SavedTexts, heldout_prompts, spread
 from .latency import Arrivals, Latency, OnTokens, Run, Spread
 from .memory import Memory, PeakMemory
 from .model import refuse_unsupported_cache
@@ -188,7 +188,7 @@ def bench(config: BenchConfig) -> list[Timing]:
     )
     load_seconds = perf_counter() - started
     if config.responses:
-        available = [ids[:start] for ids, start in saved_texts(config.responses, decoder, config.prompts)]
+        available = [text.prompt for text in SavedTexts(config.responses, decoder, config.prompts).sampled()]
     else:
         available = decoder.encode_all(prompts, settings[0])
     if config.context_tokens:

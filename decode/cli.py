@@ -19,9 +19,12 @@ def _evaluate(config: EvaluateConfig) -> None:
     from rich import print
 
     from .evaluate import evaluate
-    from .tables import evaluation_table
+    from .shared_work import processes
+    from .tables import evaluation_tables
 
-    print(evaluation_table(evaluate(config)))
+    results = evaluate(config)
+    if processes().is_main_process:
+        print(evaluation_tables(results))
 
 
 def _bench(config: BenchConfig) -> None:

@@ -1,12 +1,14 @@
 """What the subcommands of spec-decode are told."""
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from .params import SamplingParams, SpeculationParams
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Engine = Literal["transformers", "vllm", "sglang", "gguf"]
+# sampling parameters that YAML and JSON may give as whole numbers
+FRACTIONS = ("temperature", "top_p", "min_p")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,12 +74,18 @@ class EvaluateConfig:
         target: the target, a folder or a hub id; null takes the one that the pair names
         prompts: an embedded set (service, general), a .jsonl, .json, .parquet or .txt file, or a datasets folder; only
             its held-out prompts if it marks any
-        responses: what `spec-distill respond` wrote with the same sampling, instead of generating target text
-        sampling: the sampling parameters to measure at
+        responses: what `spec-distill respond` wrote with the same sampling, instead of generating target text; text for
+            greedy decoding is taken from there too, and generated for other settings
+        sampling: the sampling parameters to measure at; seed null takes 0
+        more_sampling: further settings to measure, each told by what differs from sampling, such as [{temperature: 0}];
+            the pair keeps what is found at the first
         num_draft_tokens: tokens proposed a round while counting; null takes 4 and gives the pair the best number
         batch_size: prompts decoded at a time
         num_decoded_prompts: prompts decoded speculatively to count acceptance; alpha is computed on all
-        output: JSON file for all figures
+        num_timed_prompts: prompts decoded one by one, plainly and speculatively with the best number of draft tokens,
+            to measure the speedup; 0 measures none
+        output: JSON file for all figures; until it is there, what is finished is kept beside it, and the same command
+            goes on from that
         dtype: of both models; auto keeps each checkpoint's
     """
 
@@ -86,9 +94,11 @@ class EvaluateConfig:
     prompts: str = "service"
     responses: str | None = None
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=1.0, seed=0))
+    more_sampling: list[dict[str, Any]] = field(default_factory=list)
     num_draft_tokens: int | None = None
     batch_size: int = 16
     num_decoded_prompts: int = 32
+    num_timed_prompts: int = 5
     output: str | None = None
     dtype: Dtype = "auto"
 
@@ -97,10 +107,29 @@ class EvaluateConfig:
         for name in ("batch_size", "num_decoded_prompts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: {getattr(self, name)} is not possible; give 1 or more")
-        if self.sampling.has_penalties:
-            raise ValueError("sampling: alpha is measured without penalties, biases and bad words; leave them out")
-        if self.sampling.max_new_tokens < 2:
-            raise ValueError("sampling.max_new_tokens: 1 leaves nothing to draft; give 2 or more")
+        if self.num_timed_prompts != 0 and self.num_timed_prompts < 5:
+            raise ValueError(
+                f"num_timed_prompts: {self.num_timed_prompts} is too few for a median; give 5 or more, or 0 for none"
+            )
+        for params in self.settings:
+            if params.has_penalties:
+                raise ValueError("sampling: alpha is measured without penalties, biases and bad words; leave them out")
+            if params.max_new_tokens < 2:
+                raise ValueError("sampling.max_new_tokens: 1 leaves nothing to draft; give 2 or more")
+
+    @property
+    def settings(self) -> list[SamplingParams]:
+        """All that is measured, with a seed: noise must be the same wherever and whenever a batch is worked on."""
+        settings = [self.sampling]
+        for changes in self.more_sampling:
+            if unknown := set(changes) - set(vars(self.sampling)):
+                raise ValueError(f"more_sampling: {min(unknown)} is no sampling parameter; give such as temperature: 0")
+            whole = {name: float(value) for name, value in changes.items() if name in FRACTIONS and type(value) is int}
+            try:
+                settings.append(replace(self.sampling, **(changes | whole)))
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"more_sampling: {error}") from error
+        return [params if params.seed is not None else replace(params, seed=0) for params in settings]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from .evaluate import heldout_prompts, spread
+from .heldout import heldout_prompts, spread
 from .model import CachedModel, longest_text
 from .pair import stop_token_ids
 from .prompts import encode

@@ -1,6 +1,7 @@
 """A progress bar with an ETA; plain log lines where there is no terminal."""
 
 import logging
+import os
 import time
 from types import TracebackType
 from typing import Self
@@ -32,7 +33,7 @@ class ProgressBar:
         self._started = self._logged = time.perf_counter()
         console = Console(stderr=True)
         self._bar: Progress | None = None
-        if console.is_terminal:
+        if console.is_terminal and os.environ.get("RANK", "0") == "0":  # of several processes, the main one shows it
             self._bar = Progress(
                 TextColumn("{task.description}"),
                 BarColumn(),

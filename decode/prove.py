@@ -15,8 +15,8 @@ from torch import Tensor
 from .completion import Completion
 from .config import ProveConfig
 from .decoder import SpeculativeDecoder
-from .evaluate import heldout_prompts, spread
 from .files import refuse_unwritable, write_json
+from .heldout import heldout_prompts, spread
 from .model import CachedModel
 from .native_round import Unwarped
 from .pair import Pair

@@ -8,8 +8,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from .bench import BEST_ASSISTED, Timing
-from .evaluate import Evaluation
 from .export import Export
+from .figures import Evaluation, Figures, Interval
 from .latency import Spread
 from .params import SamplingParams
 from .prove import Check
@@ -25,28 +25,79 @@ def name_of(sampling: SamplingParams) -> str:
     return ", ".join(parts)
 
 
-def evaluation_table(result: Evaluation) -> Table:
-    """What `spec-decode evaluate` prints."""
-    table = Table("figure", "value", "95% interval", title=f"{result.prompts}, {name_of(result.sampling)}")
-    low, high = result.alpha_interval
-    table.add_row("alpha, mean of sum min(p, q)", f"{result.alpha:.3f}", f"{low:.3f} to {high:.3f}")
-    low, high = result.first_position_interval
-    table.add_row("acceptance counted at position 1", f"{result.betas[0]:.3f}", f"{low:.3f} to {high:.3f}")
-    if len(result.betas) > 1:
-        table.add_row("at the positions after it", " ".join(f"{beta:.3f}" for beta in result.betas[1:]), "")
-    low, high = result.block_efficiency_interval
+def evaluation_tables(results: list[Evaluation]) -> Group:
+    """What `spec-decode evaluate` prints: of each setting its figures, its rounds, and the parts of its texts."""
+    tables: list[Table] = []
+    for result in results:
+        parts = {**result.by_category, **{f"tokens {name}": part for name, part in result.by_position.items()}}
+        tables += [_figures_table(result), _rounds_table(result), _parts_table(parts)]
+    return Group(*tables)
+
+
+def _figures_table(result: Evaluation) -> Table:
+    title = f"{name_of(result.sampling)}: {result.num_prompts} prompts of {escape(result.prompts)}"
+    table = Table("figure", "value", "95% interval", title=title)
+    table.add_row("alpha, mean of sum min(p, q)", f"{result.alpha:.3f}", _interval(result.alpha_interval))
+    table.add_row("total variation, 1 - alpha", f"{result.tv:.3f}", _interval(result.tv_interval))
+    table.add_row("KL(p|q) in nats, where q is not 0", f"{result.kl:.3f}", _interval(result.kl_interval))
+    if result.p_beyond_q > 0:
+        interval = _interval(result.p_beyond_q_interval)
+        table.add_row("mass of p where q is 0: KL infinite", f"{result.p_beyond_q:.3f}", interval)
+    interval = _interval(result.top1_agreement_interval)
+    table.add_row("same likeliest token", f"{result.top1_agreement:.3f}", interval)
+    assert result.block_efficiency is not None and result.block_efficiency_interval is not None
     table.add_row(
-        f"block efficiency, {result.num_draft_tokens} drafted",
+        f"block efficiency E, {result.num_draft_tokens} drafted",
         f"{result.block_efficiency:.2f}",
-        f"{low:.2f} to {high:.2f}",
+        _interval(result.block_efficiency_interval, 2),
     )
+    for name in ("drafted", "verified", "accepted", "committed"):
+        low, high = result.counts_intervals[name]
+        table.add_row(f"tokens {name}", f"{result.counts[name]}", f"{low:.0f} to {high:.0f}")
+    table.add_row("target passes", str(result.counts["target_passes"]), "")
     table.add_row("cost of a draft step, c", f"{result.costs.draft_step:.3f}", "")
-    passes = " ".join(f"{cost:.2f}" for cost in result.costs.target_pass)
-    table.add_row("cost of a target pass, v(1) v(2) …", passes, "")
-    predicted = " ".join(f"{speedup:.2f}" for speedup in result.predicted_speedup)
-    table.add_row("predicted speedup, 1 2 … drafted", predicted, "")
     table.add_row("best number of draft tokens", str(result.best_num_draft_tokens), "")
     return table
+
+
+def _rounds_table(result: Evaluation) -> Table:
+    """By number of draft tokens: acceptance of the last of them, rounds that accepted so many, costs and speedup."""
+    table = Table(
+        "n", "n-th accepted", "accepted just n", "v(n+1)", "predicted", "measured", title="draft tokens a round"
+    )
+    for number, cost in enumerate(result.costs.target_pass):
+        beta = share = predicted = measured = ""
+        if 1 <= number <= len(result.betas):
+            beta = _with_interval(result.betas[number - 1], result.betas_intervals[number - 1])
+        if number < len(result.accepted_lengths):
+            share = _with_interval(result.accepted_length_shares[number], result.accepted_length_intervals[number])
+        if number:
+            predicted = f"{result.predicted_speedup[number - 1]:.2f}"
+        if number == result.best_num_draft_tokens:
+            predicted = f"[bold]{predicted}[/]"
+            measured = f"[bold]{result.measured_speedup:.2f}[/]" if result.measured_speedup is not None else ""
+        table.add_row(str(number), beta, share, f"{cost:.2f}", predicted, measured)
+    return table
+
+
+def _parts_table(parts: dict[str, Figures]) -> Table:
+    table = Table("part", "prompts", "alpha", "KL", "top-1", "E")
+    for name, part in parts.items():
+        alpha = _with_interval(part.alpha, part.alpha_interval)
+        efficiency = _with_interval(part.block_efficiency, part.block_efficiency_interval)
+        table.add_row(
+            escape(name), str(part.num_prompts), alpha, f"{part.kl:.2f}", f"{part.top1_agreement:.2f}", efficiency
+        )
+    return table
+
+
+def _interval(interval: Interval, digits: int = 3) -> str:
+    return f"{interval[0]:.{digits}f} to {interval[1]:.{digits}f}"
+
+
+def _with_interval(value: float | None, interval: Interval | None) -> str:
+    """In few characters."""
+    return "" if value is None or interval is None else f"{value:.2f} ({interval[0]:.2f}-{interval[1]:.2f})"
 
 
 def proof_table(checks: list[Check]) -> Table:

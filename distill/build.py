@@ -29,6 +29,7 @@ from .config import BuildConfig, FreshConfig
 from .layers import choose_layers, draft_from_layers, eliminate_layers, evenly_spaced, keep_settings
 from .responses import load_responses, refuse_responses_of_another_target
 from .self_draft import choose_self_draft, forget_search
+from .teacher import multiplies_float32_sooner
 from .vocab import choose_vocab, probability_mass, smallest_vocab
 
 logger = logging.getLogger(__name__)
@@ -199,7 +200,8 @@ def _draft_vocab(
     if config.responses is None or (config.vocab_size is None and config.vocab_coverage is None):
         return None, 1.0
     # one of the two may be padded further than the other
-    mass = probability_mass(config.responses, target)[: draft.get_output_embeddings().out_features]
+    teacher = load_model(config.target, "float32") if multiplies_float32_sooner(target) else target
+    mass = probability_mass(config.responses, teacher)[: draft.get_output_embeddings().out_features]
     special = {*stop_token_ids(target, tokenizer), *tokenizer.all_special_ids}
     always = {token for token in special if token < len(mass)}
     if config.vocab_coverage is not None:

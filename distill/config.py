@@ -255,7 +255,8 @@ class ObjectiveConfig:
             for 60% of the steps, then tv
         jsd_beta: of the Jensen-Shannon divergence; near 0 it goes as forward KL, near 1 as reverse KL
         lk_eta: how fast LK turns from KL to TV as acceptance grows
-        selected_fraction: learn from this share of tokens only, those that a reference draft is furthest ahead on
+        selected_fraction: learn from this share of tokens only, those that a reference draft is furthest ahead on;
+            chosen among the tokens that pass through the model at once
         reference: that draft, a pair trained before; needed for a selected_fraction below 1
         alignment_weight: weight of 1 - cos(draft's, teacher's final hidden state) beside the losses
     """
@@ -271,6 +272,11 @@ class ObjectiveConfig:
         """Raises ValueError for a value that cannot be meant."""
         if any(stage.share is None and stage.plateau_evals is None for stage in self.stages[:-1]):
             raise ValueError("stages: only the last may lack both share and plateau_evals; say when the others end")
+        shares = [stage.share for stage in self.stages[:-1] if stage.share is not None and stage.plateau_evals is None]
+        if self.stages and len(shares) == len(self.stages) - 1 and sum(shares) >= 1:
+            raise ValueError(
+                f"stages: the shares before the last one are {sum(shares):g} in all, so that it never begins; give less"
+            )
         if not 0 < self.jsd_beta < 1:
             raise ValueError(f"jsd_beta: {self.jsd_beta} is not possible; give a number between 0 and 1")
         if not self.lk_eta >= 0:
@@ -331,7 +337,9 @@ class RunConfig:
             such as a .jsonl, .parquet or .txt file, a folder of datasets, or a hub id
         target: the target, if it is not where the pair says
         temperature: of the teacher's and the draft's distributions; the temperature you will serve with
-        teacher: a pass of the target at each step (online), or the signal kept beside the responses (cached)
+        teacher: a pass of the target at each step (online), or the signal kept beside the responses (cached), which
+            needs no more of the target than its head; but measure_speed and parity_prompts decode with all of it,
+            before and after the training
         objective: what the draft learns by
         branches: whether it also learns from what it drafts itself
         max_length: tokens after which a row of other data is cut

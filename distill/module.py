@@ -248,6 +248,8 @@ class DistillModule(nn.Module):
 
     def _sample(self, hidden: Tensor) -> Tensor:
         q = self._log_q(hidden @ self._head_rows().to(hidden.dtype).T).exp()
+        if bool(q.isnan().any()):  # multinomial would end this process alone, and say nothing of the batch
+            raise NonFinite("the draft's output")
         return self.ids[q.multinomial(1).squeeze(1)]
 
     @torch.no_grad()

@@ -11,7 +11,7 @@ from statistics import NormalDist
 import numpy as np
 
 from decode.decoder import SpeculativeDecoder
-from decode.evaluate import spread
+from decode.heldout import spread
 from decode.params import SamplingParams, SpeculationParams
 from train.checkpoint import write_text
 

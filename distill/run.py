@@ -31,7 +31,7 @@ from decode.params import SamplingParams
 from decode.self_draft import SelfDraft, own_parameters, self_draft
 from train.checkpoint import write_text
 from train.data_check import check_data
-from train.engine import autocasts, has_bf16_products, resolve_precision
+from train.engine import autocasts, resolve_precision
 from train.folder import RunFolder
 from train.loop import FitResult, fit
 from train.packing import collate_packed, pack, refuse_unpackable
@@ -46,7 +46,7 @@ from .responses import RECORD, refuse_responses_of_another_target
 from .signal import SignalRecord, load_record, load_signal, refuse_cache_of_another_target
 from .size import refuse_full_disk
 from .task import DistillTask
-from .teacher import Batch, TeacherHead, collate, compile_layers
+from .teacher import Batch, TeacherHead, collate, compile_layers, multiplies_float32_sooner
 from .texts import Rows, Texts, column, load_texts, without_signal
 
 logger = logging.getLogger(__name__)
@@ -212,10 +212,7 @@ def _signal_record(config: RunConfig, target_name: str, tokenizer: Tokenizer) ->
 
 
 def _multiply_sooner(target: PreTrainedModel) -> None:
-    """In float32 on a CPU that takes bf16 by way of it, which takes three times as long."""
-    if target.device.type != "cpu" or target.dtype != torch.bfloat16 or has_bf16_products():
-        return
-    if not getattr(target, "is_quantized", False):
+    if multiplies_float32_sooner(target):
         size = 4 * target.num_parameters() / 2**30
         logger.info("target: in float32, %.1f GiB, which this CPU multiplies sooner than bfloat16", size)
         target.float()
@@ -224,7 +221,8 @@ def _multiply_sooner(target: PreTrainedModel) -> None:
 def _inputs(config: RunConfig) -> dict[str, str]:
     """What tells other responses, or another pair, of the same name: hashes of files."""
     folders = {"responses": Path(config.responses), "pair": Path(config.pair)}
-    names = {"responses": (RECORD, "cache.json"), "pair": ("draft_vocab.safetensors", "draft/config.json")}
+    of_pair = ("draft_vocab.safetensors", "draft/config.json", "draft/model.safetensors")
+    names = {"responses": (RECORD, "cache.json"), "pair": of_pair}
     files = [(what, folder / name) for what, folder in folders.items() for name in names[what]]
     files += [("responses", folders["responses"])]
     found: dict[str, str] = {}

@@ -10,6 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from train.engine import has_bf16_products
+
 Batch = dict[str, Tensor]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -151,6 +153,12 @@ def hidden_states(model: PreTrainedModel, batch: Batch) -> Tensor:
 def final_hidden_states(model: PreTrainedModel, batch: Batch) -> Tensor:
     """What enters the head where a response token is predicted, [tokens, hidden], in the order of `collate`."""
     return hidden_states(model, batch)[batch["predicts"]]
+
+
+def multiplies_float32_sooner(model: PreTrainedModel) -> bool:
+    """Whether this is a CPU that takes the model's bf16 by way of float32, which takes three times as long."""
+    in_bf16 = model.device.type == "cpu" and model.dtype == torch.bfloat16 and not getattr(model, "is_quantized", False)
+    return in_bf16 and not has_bf16_products()
 
 
 def compile_layers(model: PreTrainedModel) -> None:

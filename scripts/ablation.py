@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from decode.costs import Costs
-from decode.evaluate import bootstrap_interval
+from decode.figures import bootstrap_interval
 from distill.config import RunConfig
 from distill.judge import expected_rounds, judge
 from distill.run import prepare
@@ -43,8 +43,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "teacher": "online",
     },
 }
-
-
+# a step on branches has a fifth of the positions of a step on texts: so many more steps make as many tokens
+STEPS_RATIO = {"FKL then TV, branches": 1.25}
 SETTINGS = ("sampled", "greedy")
 
 
@@ -87,22 +87,20 @@ def do(name: str, seed: int, options: argparse.Namespace) -> Run:
     """Train a variant and judge it."""
     run = Run(name, seed, options.output / f"{name.lower().replace(',', '').replace(' ', '-')}-{seed}")
     overrides = {"train.output": str(run.folder), "train.seed": seed, **VARIANTS[name]}
-    if options.steps:
-        overrides["train.max_steps"] = options.steps
+    steps = options.steps or jsonargparse.get_loader("yaml")(Path(options.config).read_text())["train"]["max_steps"]
+    overrides["train.max_steps"] = round(steps * STEPS_RATIO.get(name, 1))
     arguments = [f"--{key}={each if isinstance(each, str) else json.dumps(each)}" for key, each in overrides.items()]
-    costs = options.output / "costs.json"  # of drafts that differ in nothing but their weights: measured once
-    if costs.is_file() and not run.folder.exists():
-        run.folder.mkdir()
-        shutil.copy(costs, run.folder)
     _call("distill", "run", "--config", options.config, *arguments)
-    shutil.copy(run.folder / "costs.json", costs)
+    costs = options.output / "costs.json"  # of drafts that differ in nothing but their weights: one for all
+    if not costs.is_file():
+        shutil.copy(run.folder / "costs.json", costs)
     if not all((run.folder / f"{setting}.json").is_file() for setting in SETTINGS):
-        score(run)
+        score(run, Costs(**json.loads(costs.read_text())))
     return run
 
 
 @torch.no_grad()
-def score(run: Run) -> None:
+def score(run: Run, costs: Costs) -> None:
     """alpha, tokens per target pass and predicted speedup on the held-out responses; intervals over the texts."""
     parser = jsonargparse.ArgumentParser()
     parser.add_class_arguments(RunConfig, "run")
@@ -110,7 +108,7 @@ def score(run: Run) -> None:
     config: RunConfig = RunConfig(**vars(parser.instantiate(told)["run"]))
     elsewhere = replace(config.train, output=str(run.folder / "judging"))
     again = replace(config, pair=str(run.folder / "pair"), measure_speed=False, compile=False, train=elsewhere)
-    task, costs = prepare(again).task, Costs(**run.read("costs"))
+    task = prepare(again).task
     gamma = task.pair.num_draft_tokens
     for setting, rows in zip(SETTINGS, (task.texts.heldout, task.texts.heldout_greedy), strict=True):
         with torch.autocast(
@@ -131,11 +129,11 @@ def score(run: Run) -> None:
 def timing(run: Run, options: argparse.Namespace) -> dict[str, Any]:
     """Options of `spec-decode bench`."""
     given = {"pair": run.folder / "pair", "prompts": options.prompts, "output": run.folder / "bench.json"}
-    return given | {"temperatures": "[1, 0]", "max_new_tokens": 96, "num_prompts": 6}
+    return given | {"temperatures": "[1, 0]", "max_new_tokens": 96, "num_prompts": 16}
 
 
 def table(runs: list[Run]) -> str:
-    """Markdown: means over seeds; intervals over texts, and the measured speedup, of the first seed."""
+    """Markdown: means over seeds; intervals over texts or prompts, and the measured speedup, of the first seed."""
     columns = ("alpha, T=1", "E", "predicted", "measured", "alpha, greedy", "E", "predicted", "measured")
     rows = ["| loss | seeds | " + " | ".join(columns) + " | tokens | minutes |", "|" + "---|" * 12]
     for name in dict.fromkeys(run.name for run in runs):
@@ -145,7 +143,7 @@ def table(runs: list[Run]) -> str:
             found = [run.read(setting) for run in of_name]
             cells += [_with_interval(found, "alpha"), _with_interval(found, "block_efficiency")]
             cells.append(f"{fmean(each['predicted_speedup'] for each in found):.2f}")
-            cells.append(f"{of_name[0].read('bench')['timings'][place]['ratio']:.2f}")
+            cells.append(_measured(of_name[0].read("bench")["timings"][place]["runs"]))
         last = [
             [json.loads(line) for line in (run.folder / "metrics.jsonl").open() if "seconds" in line] for run in of_name
         ]
@@ -181,6 +179,15 @@ def plot(runs: list[Run], path: Path) -> None:
 def _with_interval(found: list[dict[str, Any]], name: str) -> str:
     low, high = found[0][f"{name}_interval"]
     return f"{fmean(each[name] for each in found):.3f} ({low:.3f} to {high:.3f})"
+
+
+def _measured(runs: dict[str, list[dict[str, float]]]) -> str:
+    """How many times sooner a token came than by plain decoding, over all prompts; interval over them."""
+    plain, speculative = (
+        np.array([run["seconds"] / run["num_tokens"] for run in runs[mode]]) for mode in ("plain", "speculative")
+    )
+    low, high = bootstrap_interval(plain, speculative)
+    return f"{plain.sum() / speculative.sum():.2f} ({low:.2f} to {high:.2f})"
 
 
 def _call(package: str, *arguments: str) -> None:

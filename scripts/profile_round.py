@@ -17,7 +17,7 @@ from rich.table import Table
 
 from decode.clock import ForwardClock
 from decode.decoder import SpeculativeDecoder
-from decode.evaluate import heldout_prompts, spread
+from decode.heldout import heldout_prompts, spread
 from decode.params import SamplingParams, SpeculationParams
 from decode.trace import Trace
 

@@ -132,6 +132,10 @@ class Engine:
         """The main process's answer, on every process."""
         return bool(self.sum(torch.tensor(float(answer and self.is_main))).item())
 
+    def any(self, answer: bool) -> bool:
+        """Whether it is true on some process, on every process."""
+        return bool(self.sum(torch.tensor(float(answer))).item())
+
     def barrier(self) -> None:
         """Waits until every process is here."""
         self._accelerator.wait_for_everyone()

@@ -1,13 +1,19 @@
 """The files of a run folder: configuration, metrics, the finished model."""
 
+import fcntl
 import json
-from collections.abc import Mapping
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from .checkpoint import write_text
+
+logger = logging.getLogger(__name__)
 
 # May differ: "output", so that a run folder can be moved or be given by another path, and what changes no weight.
 FREE_KEYS = {"output", "log_every_steps", "trackers", "parity_prompts"}
@@ -48,6 +54,27 @@ class RunFolder:
                     f"restore it or give another output"
                 )
 
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keeps other runs out of the folder, which is made if missing, until this process leaves it or dies.
+
+        Raises:
+            ValueError: another run is in it.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self.path, os.O_RDONLY)  # the folder itself: no file is left behind
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise ValueError(f"output: another run is writing to {self.path}; wait for it or give another") from None
+        except OSError as error:
+            logger.warning("%s cannot be locked (%s); see to it that no other run writes there", self.path, error)
+        try:
+            yield
+        finally:
+            os.close(descriptor)
+
     def begin(self, resolved_config: Mapping[str, Any], provenance: Mapping[str, Any], step: int) -> None:
         """Writes config.yaml and provenance.json, and cuts metrics.jsonl back to the lines up to `step`."""
         self.path.mkdir(parents=True, exist_ok=True)
@@ -56,6 +83,11 @@ class RunFolder:
         write_text(self.provenance, json.dumps(provenance, indent=1))
         lines = [line for line in self.read_metrics() if line["step"] <= step]
         write_text(self.metrics, "".join(json.dumps(line) + "\n" for line in lines))
+
+    def num_processes(self) -> int | None:
+        """How many worked on it last; None where nobody noted it."""
+        noted = json.loads(self.provenance.read_text(encoding="utf-8")) if self.provenance.exists() else {}
+        return noted.get("num_processes")
 
     def read_metrics(self) -> list[dict[str, float]]:
         """The lines of metrics.jsonl, without a last one that a kill left incomplete."""

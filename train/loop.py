@@ -30,6 +30,7 @@ from .ema import WeightAverage
 from .engine import Engine
 from .folder import RunFolder
 from .optimizers import build_optimizers, learning_rate_factor, set_learning_rates
+from .preemption import Preempted, Preemption
 from .provenance import provenance
 from .report import Report
 from .task import Guarded, NonFinite, StepOutput, Task
@@ -113,8 +114,10 @@ def fit(
         result_name: name of the folder that the task saves into.
 
     Raises:
-        ValueError: no rows, a folder begun with another configuration, or an unknown metric in select_by.
+        ValueError: no rows, a folder begun with another configuration or that another run is writing to, or an
+            unknown metric in select_by.
         NonFinite: a loss, a gradient or whatever the task looks at.
+        Preempted: SIGTERM came; a checkpoint of the last step was written.
     """
     if len(rows) == 0 or len(rows) != len(lengths):
         raise ValueError(f"data: {len(rows)} rows, {len(lengths)} lengths; give one length for each row")
@@ -125,6 +128,23 @@ def fit(
     if folder.result.exists():
         _say(engine, "%s is complete already; nothing to do", folder.result)
         return _result(folder, num_steps)
+    with folder.locked() if engine.is_main else nullcontext():
+        first_step = _train(engine, folder, task, rows, lengths, config, resolved_config, num_steps)
+    engine.close()
+    return _result(folder, num_steps, first_step)
+
+
+def _train(
+    engine: Engine,
+    folder: RunFolder,
+    task: Task,
+    rows: Sequence[Any],
+    lengths: Sequence[int],
+    config: TrainConfig,
+    resolved_config: Mapping[str, Any],
+    num_steps: int,
+) -> int:
+    """From the newest checkpoint to the result; the step it began at."""
     optimizers = build_optimizers(task.module, config)
     guarded = Guarded(task.module)
     engine.prepare(guarded, optimizers)
@@ -137,6 +157,10 @@ def fit(
         task.state.clear()
         task.state.update(saved["task"])
         _say(engine, "resuming from %s (step %d of %d)", checkpoint, state.step, num_steps)
+        if (before := folder.num_processes()) not in (None, engine.world):
+            _say(
+                engine, "it was begun by %s processes, now %d: sums are rounded in another order", before, engine.world
+            )
     first_step = state.step
     engine.barrier()  # nobody may still be reading what the main process is about to clear up
     if engine.is_main:
@@ -144,8 +168,10 @@ def fit(
         origin = provenance(resolved_config) | {"num_processes": engine.world}
         folder.begin(resolved_config, origin, first_step)
     engine.start_trackers(resolved_config)
-    with Report(engine, folder.metrics, num_steps, first_step) as report:
-        loop = _Loop(engine, task, guarded, average, rows, lengths, config, optimizers, folder, report, num_steps)
+    with Report(engine, folder.metrics, num_steps, first_step) as report, Preemption() as preemption:
+        loop = _Loop(
+            engine, task, guarded, average, rows, lengths, config, optimizers, folder, report, preemption, num_steps
+        )
         loop.run(state)
     loop.install_result(state)
     if engine.is_main:
@@ -154,8 +180,7 @@ def fit(
         task.save(task.module, temporary)
         publish(temporary, folder.result)
     engine.barrier()
-    engine.close()
-    return _result(folder, num_steps, first_step)
+    return first_step
 
 
 @dataclass(frozen=True)
@@ -170,10 +195,15 @@ class _Loop:
     optimizers: Sequence[torch.optim.Optimizer]
     folder: RunFolder
     report: Report
+    preemption: Preemption
     num_steps: int
 
     def run(self, state: _State) -> None:
-        """Takes the steps that are left."""
+        """Takes the steps that are left.
+
+        Raises:
+            Preempted: SIGTERM came to a process.
+        """
         config, module = self.config, self.task.module
         module.train()
         epoch, batches = -1, batch_plan(self.lengths, config.batch_size, config.seed, 0)
@@ -194,8 +224,14 @@ class _Loop:
                 self._evaluate(state, epochs)
             if self._is_over(state) and state.window:
                 self._log(state, epochs)
-            if self._is_over(state) or _due(state.step, config.checkpoint_every_steps):
+            preempted = self.engine.any(self.preemption.announced)
+            if preempted or self._is_over(state) or _due(state.step, config.checkpoint_every_steps):
                 self._checkpoint(state)
+            if preempted and not self._is_over(state):
+                _say(self.engine, "SIGTERM: step %d of %d is kept; run it again to go on", state.step, self.num_steps)
+                self.engine.barrier()  # once a process has ended, the launcher kills the others
+                self.engine.close()
+                raise Preempted
         if state.step < self.num_steps:
             num_evaluations, name = state.evaluations_since_best, config.select_by
             _say(self.engine, "stopped early: %d evaluations without a better %s", num_evaluations, name)
@@ -332,6 +368,8 @@ class _Loop:
                     metrics = self.task.evaluate(module)
             except NonFinite as fault:
                 raise NonFinite(f"{fault} is not finite in the evaluation at step {state.step}") from fault
+            if unknown := [name for name, value in metrics.items() if math.isnan(value)]:
+                raise NonFinite(f"{unknown[0]} is not a number in the evaluation at step {state.step}")
             name = self.config.select_by
             chosen = self._select(state, metrics, name) if name else {}
         module.train()

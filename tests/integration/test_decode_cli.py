@@ -4,6 +4,7 @@ import io
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,28 @@ def test_evaluate_prints_a_table_and_writes_figures(pair: Path, prompts: Path, t
     assert "T=1" in out
     assert Pair.load(pair).measured == figures
     assert SamplingParams(**figures["sampling"]) == SamplingParams(temperature=1.0, max_new_tokens=12, seed=0)
+
+
+@pytest.mark.parametrize("where", ["command line", "file"])
+def test_evaluate_takes_further_settings(
+    where: str, pair: Path, prompts: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    output = tmp_path / "figures.json"
+    command = ["evaluate", "--pair", str(pair), "--prompts", str(prompts), *SHORT, "--output", str(output)]
+    if where == "file":
+        command += ["--config", write(tmp_path / "more.yaml", "more_sampling:\n- temperature: 0\n- top_k: 5\n")]
+    else:
+        command += ["--more-sampling", "[{temperature: 0}, {top_k: 5}]"]
+    assert cli.main(command) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert "T=1, top-k 5: 6 prompts" in out
+    assert "greedy: 6 prompts" in out
+    sampling = SamplingParams(temperature=1.0, max_new_tokens=12, seed=0)
+    expected = [sampling, replace(sampling, temperature=0.0), replace(sampling, top_k=5)]
+    figures = json.loads(output.read_text())
+    assert [SamplingParams(**each["sampling"]) for each in figures.pop("settings")] == expected
+    assert Pair.load(pair).measured == figures
 
 
 def test_bench_prints_a_table_and_writes_figures(pair: Path, prompts: Path, tmp_path: Path, capsys: Capture) -> None:
@@ -367,6 +390,8 @@ def test_timings_that_cannot_be_meant(
         (["evaluate", "--num_draft_tokens", "0"], "num_draft_tokens is 0: draft 1 to 64 tokens a round"),
         (["evaluate", "--sampling.repetition_penalty", "1.1"], "sampling: alpha is measured without penalties"),
         (["evaluate", "--batch_size", "0"], "batch_size: 0 is not possible; give 1 or more"),
+        (["evaluate", "--num_timed_prompts", "1"], "num_timed_prompts: 1 is too few for a median; give 5 or more"),
+        (["evaluate", "--more_sampling", "[{top: 1}]"], "more_sampling: top is no sampling parameter"),
         (["evaluate", "--num_decoded_prompts", "0"], "num_decoded_prompts: 0 is not possible; give 1 or more"),
         (["evaluate", "--sampling.max_new_tokens", "1"], "sampling.max_new_tokens: 1 leaves nothing to draft"),
         (["evaluate", "--responses", "nowhere"], "responses nowhere: not there; give a folder that"),

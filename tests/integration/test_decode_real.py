@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from decode import SamplingParams, SpeculationParams, SpeculativeDecoder
-from decode.evaluate import heldout_prompts
+from decode.heldout import heldout_prompts
 from decode.pair import load_model, load_tokenizer
 from decode.proposer import DraftModelProposer
 from decode.speculative import SpeculativeEngine

@@ -27,6 +27,7 @@ from train import checkpoint, loop
 from train.batches import batch_plan
 from train.config import TrainConfig
 from train.loop import FitResult, NonFinite, StepOutput, fit
+from train.preemption import Preempted
 
 Difference = Callable[[dict[str, torch.Tensor], dict[str, torch.Tensor]], float]
 ROOT = Path(__file__).parents[2]
@@ -450,6 +451,12 @@ def test_both_processes_end_and_the_one_whose_rows_they_are_keeps_them(kind: str
 
 
 @pytest.mark.slow
+def test_both_processes_end_when_one_is_asked_to(two_processes: Path) -> None:
+    assert all((two_processes / f"terminated-{rank}.txt").exists() for rank in (0, 1))
+    assert [path.name for path in sorted((two_processes / "terminated" / "checkpoints").iterdir())][-1] == "step-000007"
+
+
+@pytest.mark.slow
 def test_both_processes_stop_when_the_main_one_finds_no_better(two_processes: Path) -> None:
     assert [line["best_step"] for line in metric_lines(two_processes / "judged") if "best_step" in line] == [2, 2, 2]
     assert metric_lines(two_processes / "judged")[-1]["step"] == 6
@@ -481,6 +488,50 @@ def test_a_killed_run_ends_as_if_never_killed(tmp_path: Path) -> None:
     steps = [(line["step"], "loss" in line) for line in metric_lines(tmp_path / "parts")]
     assert steps == [(line["step"], "loss" in line) for line in metric_lines(tmp_path / "whole")]
     assert not list((tmp_path / "parts" / "checkpoints").glob(".*"))
+
+
+class TerminatedTask(ToyTask):
+    """Asks its own process to end, as a scheduler would, while a step is under way."""
+
+    def begin_step(self, step: int, num_steps: int) -> None:
+        super().begin_step(step, num_steps)
+        if step == 6:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_run_that_is_asked_to_end_keeps_its_last_step_and_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with caplog.at_level(logging.INFO), pytest.raises(Preempted) as stopped:
+        toy_fit(TerminatedTask(0.5), toy_config(tmp_path / "parts"))
+    assert stopped.value.code == 0
+    assert "SIGTERM: step 7 of 18 is kept" in caplog.text
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert not (tmp_path / "parts" / "model").exists()
+    assert toy_fit(ToyTask(0.5), toy_config(tmp_path / "parts")).resumed_from == 7
+    toy_fit(ToyTask(0.5), toy_config(tmp_path / "whole"))
+    assert identical(weights(tmp_path / "whole"), weights(tmp_path / "parts"))
+
+
+def test_a_run_that_is_asked_to_end_at_its_end_ends_well(tmp_path: Path) -> None:
+    toy_fit(TerminatedTask(), toy_config(tmp_path, max_steps=7))
+    assert (tmp_path / "model").exists()
+
+
+def test_a_second_run_in_the_same_folder_is_refused_and_harms_nothing(tmp_path: Path) -> None:
+    toy_fit(ToyTask(), toy_config(tmp_path / "alone"))
+
+    class Intruded(ToyTask):
+        def begin_step(self, step: int, num_steps: int) -> None:
+            super().begin_step(step, num_steps)
+            if step == 6:
+                with pytest.raises(ValueError, match=r"^output: another run is writing to"):
+                    toy_fit(ToyTask(), toy_config(tmp_path / "run"))
+
+    toy_fit(Intruded(), toy_config(tmp_path / "run"))
+    assert identical(weights(tmp_path / "alone"), weights(tmp_path / "run"))
+    assert metric_lines(tmp_path / "run")[-1]["step"] == 18
 
 
 def kill_at_checkpoint(number: int) -> None:
@@ -535,6 +586,10 @@ def together(output: Path) -> None:
             toy_fit(task, toy_config(output / kind, micro_batch_size=2))
         except NonFinite as error:
             Path(f"{output / kind}-{os.environ['RANK']}.txt").write_text(str(error))
+    try:
+        toy_fit(TerminatedTask() if os.environ["RANK"] == "1" else ToyTask(), toy_config(output / "terminated"))
+    except Preempted:
+        (output / f"terminated-{os.environ['RANK']}.txt").touch()
     toy_fit(JudgedTask(), toy_config(output / "judged", eval_every_steps=2, select_by="score", patience=2))
 
 

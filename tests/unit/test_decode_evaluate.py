@@ -1,9 +1,11 @@
 """What is measured of a pair: counted, computed, and the same by another road."""
 
+import io
 import json
+import math
 from collections.abc import Callable
-from dataclasses import asdict, replace
-from itertools import pairwise
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +13,28 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from decode.agreement import sums_on_text
 from decode.config import EvaluateConfig
 from decode.costs import Costs, block_efficiency, measure_costs
 from decode.decoder import SpeculativeDecoder
-from decode.evaluate import bootstrap_interval, evaluate, spread
+from decode.evaluate import evaluate
+from decode.figures import Evaluation
+from decode.heldout import Text
 from decode.pair import Pair, save_draft_vocab
 from decode.params import SamplingParams
 from decode.plain import PlainDecoder
+from decode.tables import evaluation_tables, name_of
+from distill.judge import betas, expected_rounds
+from distill.judge import block_efficiency as block_efficiency_of
 
 ModelFolder = Callable[..., Path]
 NUM_PROMPTS = 24
+CATEGORIES = ("even", "odd")
+# what the clock has a say in
+TIMED = ("costs", "predicted_speedup", "best_num_draft_tokens", "measured_speedups", "measured_speedup")
 
 
 def test_block_efficiency_is_the_sum_of_products() -> None:
@@ -45,41 +57,10 @@ def test_the_speedup_weighs_what_is_won_against_what_it_costs() -> None:
     assert free.best_num_draft_tokens([0.9]) == 8
 
 
-def test_the_bootstrap_covers_the_truth_as_often_as_it_says() -> None:
-    """Prompts of different lengths, each with an acceptance of its own; the truth is the ratio of means."""
-    generator = np.random.default_rng(0)
-    num_trials, num_prompts, truth = 300, 60, 0.6
-
-    def covered(shrink: float) -> float:
-        hits = 0
-        for trial in range(num_trials):
-            lengths = generator.integers(10, 100, size=num_prompts)
-            rates = generator.beta(6, 4, size=num_prompts)
-            low, high = bootstrap_interval(generator.binomial(lengths, rates), lengths, seed=trial)
-            middle, half = (low + high) / 2, shrink * (high - low) / 2
-            hits += middle - half <= truth <= middle + half
-        return hits / num_trials
-
-    assert 0.91 < covered(1.0) < 0.98
-    assert covered(0.5) < 0.8  # the control: half the width covers far less
-
-
-def test_the_bootstrap_resamples_prompts_not_tokens() -> None:
-    lengths = np.full(20, 1000)
-    accepted = np.array([0, 1000] * 10)  # one prompt is all or nothing, so 20 prompts say little
-    low, high = bootstrap_interval(accepted, lengths)
-    assert (low, high) == (pytest.approx(0.3, abs=0.06), pytest.approx(0.7, abs=0.06))
-    assert bootstrap_interval(accepted, lengths) == (low, high)
-    assert bootstrap_interval(lengths, lengths) == (1, 1)
-
-
-def test_a_sample_of_a_sorted_list_is_spread_over_it() -> None:
-    assert spread(list(range(9)), 3) == [0, 4, 8]
-    assert spread(list("abc"), 1) == ["a"]
-    assert spread(list("abc"), 3) == spread(list("abc"), 7) == ["a", "b", "c"]
-    chosen = spread(list(range(80)), 32)
-    assert len(set(chosen)) == 32
-    assert max(later - earlier for earlier, later in pairwise(chosen)) == 3
+@pytest.fixture(autouse=True)
+def _timed_in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a round costs matters to none of these tests."""
+    monkeypatch.setattr("decode.evaluate.measure_costs", partial(measure_costs, repetitions=1, context_length=16))
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +71,9 @@ def target_folder(tiny_model_folder: ModelFolder) -> Path:
 @pytest.fixture(scope="module")
 def prompt_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
-    rows = [{"prompt": f"Item {number}" + "!" * (number % 5)} for number in range(NUM_PROMPTS)]
+    rows: list[dict[str, Any]] = [{"prompt": f"Item {n}" + "!" * (n % 5)} for n in range(NUM_PROMPTS)]
+    for number, row in enumerate(rows[:-1]):  # one has no category
+        row["category"] = CATEGORIES[number % 2]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -115,29 +98,65 @@ def good_pair(
 
 
 def config_for(pair: Path, prompts: Path, sampling: SamplingParams, **more: Any) -> EvaluateConfig:
-    return EvaluateConfig(pair=str(pair), prompts=str(prompts), sampling=sampling, **{"batch_size": 5, **more})
+    more = {"batch_size": 5, "num_timed_prompts": 0, **more}
+    return EvaluateConfig(pair=str(pair), prompts=str(prompts), sampling=sampling, **more)
 
 
-def exact_alpha(config: EvaluateConfig, target_folder: Path, draft_vocab: torch.Tensor | None = None) -> float:
-    """The mean over response tokens of sum_v min(p, q), in fp64, text by text, without any of evaluate's code."""
+def evaluated(config: EvaluateConfig) -> Evaluation:
+    """At the one setting that the config has."""
+    (result,) = evaluate(config)
+    return result
+
+
+@dataclass
+class Exact:
+    """Of the target's texts, in fp64, token by token, without any of evaluate's code.
+
+    Attributes:
+        alpha, kl, p_beyond_q, top1_agreement: means over the tokens, as `decode.agreement.agreement` has them.
+        passing: of each text, the probability of each of its tokens to be accepted if drafted.
+        agrees: of each text, whether the draft finds each of its tokens likeliest.
+        ids: of each text.
+    """
+
+    alpha: float
+    kl: float
+    p_beyond_q: float
+    top1_agreement: float
+    passing: list[list[float]]
+    agrees: list[list[bool]]
+    ids: list[list[int]]
+
+
+def exact(config: EvaluateConfig, target_folder: Path, draft_vocab: torch.Tensor | None = None) -> Exact:
     decoder = SpeculativeDecoder.from_pretrained(None, config.pair)
     target = AutoModelForCausalLM.from_pretrained(target_folder)
     draft = AutoModelForCausalLM.from_pretrained(Path(config.pair) / "draft")
-    sampling, overlaps = config.sampling, []
+    tokens, found = [], Exact(0, 0, 0, 0, [], [], [])
     for row in range(NUM_PROMPTS):
         prompt = decoder.encode(json.loads(Path(config.prompts).read_text().splitlines()[row])["prompt"])
         plain = PlainDecoder(target, frozenset({2}))
-        (completion,) = plain.generate_ids([prompt], sampling, streams=[row])
+        (completion,) = plain.generate_ids([prompt], config.sampling, streams=[row])
         text = torch.tensor([prompt + completion.ids[:-1]])
         with torch.inference_mode():
             p_logits, q_logits = (model(text).logits[0, len(prompt) - 1 :].double() for model in (target, draft))
         if draft_vocab is not None:
             hidden = torch.ones(259, dtype=torch.bool).index_fill(0, draft_vocab, False)
             q_logits = q_logits.masked_fill(hidden, -torch.inf)
-        for logits in zip(p_logits, q_logits, strict=True):
-            p, q = (processed(row, sampling) for row in logits)
-            overlaps.append(sum(min(a, b) for a, b in zip(p, q, strict=True)))
-    return sum(overlaps) / len(overlaps)
+        pairs = [
+            (processed(p, config.sampling), processed(q, config.sampling))
+            for p, q in zip(p_logits, q_logits, strict=True)
+        ]
+        for p, q in pairs:
+            both = list(zip(p, q, strict=True))
+            alpha, beyond = sum(min(a, b) for a, b in both), sum(a for a, b in both if b == 0)
+            kl = sum(a * math.log(a / b) for a, b in both if a > 0 and b > 0)
+            tokens.append((alpha, kl, beyond, float(p.index(max(p)) == q.index(max(q)))))
+        found.ids.append(completion.ids)
+        found.passing.append([min(1, q[x] / p[x]) for (p, q), x in zip(pairs, completion.ids, strict=True)])
+        found.agrees.append([q.index(max(q)) == x for (_, q), x in zip(pairs, completion.ids, strict=True)])
+    found.alpha, found.kl, found.p_beyond_q, found.top1_agreement = np.mean(tokens, axis=0).tolist()
+    return found
 
 
 def processed(logits: torch.Tensor, sampling: SamplingParams) -> list[float]:
@@ -170,8 +189,14 @@ def test_alpha_is_the_exact_overlap_and_predicts_what_is_counted(
     good_pair: Path, prompt_file: Path, target_folder: Path, sampling: SamplingParams
 ) -> None:
     config = config_for(good_pair, prompt_file, sampling)
-    result = evaluate(config)
-    assert result.alpha == pytest.approx(exact_alpha(config, target_folder), abs=1e-4)
+    result = evaluated(config)
+    truth = exact(config, target_folder)
+    for name in ("alpha", "kl", "p_beyond_q", "top1_agreement"):
+        value, (low, high) = getattr(result, name), getattr(result, f"{name}_interval")
+        assert value == pytest.approx(getattr(truth, name), abs=1e-4), name
+        assert low < value < high or low == value == high, name
+    assert (result.p_beyond_q > 0.01) == (sampling.top_k > 0 or sampling.temperature == 0)
+    assert (result.tv, *result.tv_interval) == tuple(1 - x for x in (result.alpha, *result.alpha_interval[::-1]))
     low, high = result.alpha_interval
     assert low < result.alpha < high
     first_low, first_high = result.first_position_interval
@@ -185,8 +210,8 @@ def test_alpha_is_the_exact_overlap_and_predicts_what_is_counted(
 
 def test_alpha_of_another_temperature_does_not_predict_what_is_counted(good_pair: Path, prompt_file: Path) -> None:
     """The control of the test above: intervals that do not meet."""
-    sampled = evaluate(config_for(good_pair, prompt_file, SamplingParams(temperature=3.0, max_new_tokens=10, seed=0)))
-    greedy = evaluate(config_for(good_pair, prompt_file, SamplingParams(max_new_tokens=10)))
+    sampled = evaluated(config_for(good_pair, prompt_file, SamplingParams(temperature=3.0, max_new_tokens=10, seed=0)))
+    greedy = evaluated(config_for(good_pair, prompt_file, SamplingParams(max_new_tokens=10)))
     assert sampled.first_position_interval[0] > greedy.alpha_interval[1]
 
 
@@ -194,19 +219,28 @@ def test_a_reduced_vocabulary_overlaps_on_its_own_tokens_only(
     good_pair: Path, prompt_file: Path, target_folder: Path
 ) -> None:
     sampling = SamplingParams(temperature=1.0, max_new_tokens=6, seed=0)
-    full = evaluate(config_for(good_pair, prompt_file, sampling))
+    full = evaluated(config_for(good_pair, prompt_file, sampling))
     ids = torch.arange(2, 259, 3)
     save_draft_vocab(good_pair, ids)
     config = config_for(good_pair, prompt_file, sampling)
-    reduced = evaluate(config)
-    assert reduced.alpha == pytest.approx(exact_alpha(config, target_folder, ids), abs=1e-4)
+    reduced = evaluated(config)
+    truth = exact(config, target_folder, ids)
+    for name in ("alpha", "kl", "p_beyond_q", "top1_agreement"):
+        assert getattr(reduced, name) == pytest.approx(getattr(truth, name), abs=1e-4), name
     assert reduced.alpha < full.alpha
+    assert reduced.top1_agreement < full.top1_agreement
+    assert full.p_beyond_q == 0
+    assert reduced.p_beyond_q > 0.5
 
 
 def test_what_is_found_is_recorded(good_pair: Path, prompt_file: Path, tmp_path: Path) -> None:
     sampling = SamplingParams(temperature=1.0, max_new_tokens=4, seed=0)
-    config = config_for(good_pair, prompt_file, sampling, output=str(tmp_path / "new" / "figures.json"))
-    result = evaluate(config)
+    output = tmp_path / "new" / "figures.json"
+    config = config_for(good_pair, prompt_file, sampling, output=str(output), num_timed_prompts=5)
+    result = evaluated(config)
+    assert [path.name for path in output.parent.iterdir()] == ["figures.json"]
+    assert len(result.measured_speedups) == 5
+    assert min(result.measured_speedups) <= (result.measured_speedup or 0) <= max(result.measured_speedups)
     figures = json.loads((tmp_path / "new" / "figures.json").read_text(), parse_constant=pytest.fail)  # no NaN
     assert figures["alpha"] == result.alpha
     assert SamplingParams(**figures["sampling"]) == sampling
@@ -236,7 +270,7 @@ def test_saved_responses_are_what_alpha_is_computed_on(
 ) -> None:
     sampling = SamplingParams(temperature=1.0, max_new_tokens=4, seed=0)
     folder = responses(tmp_path / "responses", prompt_file, sampling)
-    result = evaluate(config_for(good_pair, prompt_file, sampling, responses=str(folder), num_decoded_prompts=3))
+    result = evaluated(config_for(good_pair, prompt_file, sampling, responses=str(folder), num_decoded_prompts=3))
     assert (result.num_prompts, result.num_tokens) == (2, 4)
     models = [AutoModelForCausalLM.from_pretrained(path) for path in (target_folder, good_pair / "draft")]
     overlaps = []
@@ -301,7 +335,217 @@ def test_nothing_drafted_cannot_be_evaluated() -> None:
 
 def test_alpha_does_not_depend_on_the_batch(good_pair: Path, prompt_file: Path) -> None:
     sampling = SamplingParams(temperature=1.0, max_new_tokens=8, seed=0)
-    one = evaluate(config_for(good_pair, prompt_file, sampling, batch_size=1))
-    many = evaluate(config_for(good_pair, prompt_file, sampling, batch_size=24))
+    one = evaluated(config_for(good_pair, prompt_file, sampling, batch_size=1))
+    many = evaluated(config_for(good_pair, prompt_file, sampling, batch_size=24))
     assert one.alpha == pytest.approx(many.alpha, abs=1e-5)
     assert one.num_tokens == many.num_tokens
+
+
+def test_what_is_counted_in_greedy_decoding_is_where_the_draft_leaves_the_text(
+    good_pair: Path, prompt_file: Path, target_folder: Path
+) -> None:
+    """Rounds are known beforehand: a draft is accepted up to the first token that it would not have said."""
+    config = config_for(good_pair, prompt_file, SamplingParams(max_new_tokens=10), num_draft_tokens=3)
+    result = evaluated(config)
+    truth = exact(config, target_folder)
+    counts = {"target_passes": 0, "drafted": 0, "verified": 0, "accepted": 0, "committed": 0}
+    lengths, reached = [0] * 4, [0] * 4
+    for ids, agrees in zip(truth.ids, truth.agrees, strict=True):
+        place = 0
+        while place < len(ids):
+            drafted = min(3, 10 - place - 1)
+            right = next((n for n in range(drafted) if place + n >= len(ids) or not agrees[place + n]), drafted)
+            committed = min(right + 1, len(ids) - place)
+            verified = min(right + 1, drafted, committed)
+            found = (1, drafted, verified, min(right, verified), committed)
+            counts = {name: count + more for (name, count), more in zip(counts.items(), found, strict=True)}
+            lengths[min(right, verified)] += 1
+            for position in range(verified):
+                reached[position] += 1
+            place += committed
+    assert result.counts == counts
+    assert result.accepted_lengths == lengths
+    assert sum(lengths[1:]) > 10  # or there would be nothing to see
+    assert result.betas == [sum(lengths[k + 1 :]) / reached[k] for k in range(3)]
+    assert result.block_efficiency == counts["committed"] / counts["target_passes"]
+    assert result.accepted_length_shares == pytest.approx([each / sum(lengths) for each in lengths])
+    for name, (low, high) in result.counts_intervals.items():
+        assert low <= counts[name] <= high
+
+
+def test_what_is_counted_while_sampling_is_what_p_and_q_let_expect(
+    good_pair: Path, prompt_file: Path, target_folder: Path
+) -> None:
+    config = config_for(good_pair, prompt_file, SamplingParams(temperature=1.0, max_new_tokens=16, seed=0))
+    result = evaluated(config)
+    passing = [np.array(each) for each in exact(config, target_folder).passing]
+    expected = [expected_rounds(each, 4) for each in passing]
+    assert result.block_efficiency_interval
+    low, high = result.block_efficiency_interval
+    assert low < block_efficiency_of(expected) < high
+    assert not low < block_efficiency_of([expected_rounds(each, 1) for each in passing]) < high  # the control
+    for beta, (low, high) in zip(betas(expected), result.betas_intervals, strict=True):
+        assert low < beta < high
+
+
+def test_parts_of_the_texts_have_figures_of_their_own(good_pair: Path, prompt_file: Path, tmp_path: Path) -> None:
+    """Those of a category are those of its prompts alone, were they the set; those of positions add up to the whole."""
+    sampling = SamplingParams(max_new_tokens=40)
+    result = evaluated(config_for(good_pair, prompt_file, sampling))
+    assert list(result.by_category) == list(CATEGORIES)
+    assert [part.num_prompts for part in result.by_category.values()] == [12, 11]
+    alone = tmp_path / "odd.jsonl"
+    lines = prompt_file.read_text().splitlines(keepends=True)
+    alone.write_text("".join(line for line in lines if '"odd"' in line))
+    odd = evaluated(config_for(good_pair, alone, sampling))
+    assert vars(result.by_category["odd"]) == {name: getattr(odd, name) for name in vars(result.by_category["odd"])}
+    assert result.by_category["even"].alpha != odd.alpha
+    assert list(result.by_position) == ["0-15", "16-31", "32-63"]
+    parts = result.by_position.values()
+    assert sum(part.num_tokens for part in parts) == result.num_tokens
+    assert sum(part.alpha * part.num_tokens for part in parts) == pytest.approx(result.alpha * result.num_tokens)
+    assert len({part.alpha for part in parts}) == 3
+
+
+def test_several_settings_are_each_what_they_are_alone(good_pair: Path, prompt_file: Path, tmp_path: Path) -> None:
+    sampling = SamplingParams(temperature=1.0, max_new_tokens=6, seed=3)
+    more = [{"temperature": 0}, {"temperature": 0.7, "top_k": 20}]
+    output = tmp_path / "figures.json"
+    results = evaluate(config_for(good_pair, prompt_file, sampling, more_sampling=more, output=str(output)))
+    assert [result.sampling for result in results] == [
+        sampling,
+        replace(sampling, temperature=0.0),
+        replace(sampling, temperature=0.7, top_k=20),
+    ]
+    for result in results:
+        assert untimed(result) == untimed(evaluated(config_for(good_pair, prompt_file, result.sampling)))
+    figures = json.loads(output.read_text())
+    settings = figures.pop("settings")
+    assert [each["alpha"] for each in settings] == [result.alpha for result in results]
+    assert settings[0] == figures
+    printed = Console(width=80, file=io.StringIO())
+    printed.print(evaluation_tables(results))
+    assert isinstance(printed.file, io.StringIO)
+    text = printed.file.getvalue()
+    assert max(map(len, text.splitlines())) <= 80
+    for result in results:
+        assert name_of(result.sampling) in text
+        assert f"{result.kl:.3f}" in text
+
+
+def untimed(result: Evaluation) -> dict[str, Any]:
+    return {name: value for name, value in vars(result).items() if name not in TIMED}
+
+
+def test_seeds_are_fixed_where_none_is_given() -> None:
+    config = EvaluateConfig(pair="x", sampling=SamplingParams(temperature=1.0), more_sampling=[{"seed": 5}])
+    assert [params.seed for params in config.settings] == [0, 5]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"temprature": 0}, "^more_sampling: temprature is no sampling parameter"),
+        ({"temperature": -1}, "^more_sampling: temperature is -1"),
+        ({"temperature": "hot"}, "^more_sampling: "),
+        ({"repetition_penalty": 2.0}, "^sampling: alpha is measured without penalties"),
+    ],
+)
+def test_settings_that_cannot_be_meant(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EvaluateConfig(pair="x", more_sampling=[changes])
+    with pytest.raises(ValueError, match=r"^num_timed_prompts: 2 is too few for a median"):
+        EvaluateConfig(pair="x", num_timed_prompts=2)
+
+
+def test_saved_texts_serve_the_settings_that_they_were_sampled_at(
+    good_pair: Path, prompt_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy ones lie beside them; for other settings the same prompts are answered anew."""
+    sampling = SamplingParams(temperature=1.0, top_p=0.9, max_new_tokens=4, seed=0)
+    folder = responses(tmp_path / "responses", prompt_file, sampling)
+    rows = {"input_ids": [[1, 50, 60, 5], [1, 90, 7]], "response_mask": [[False] * 3 + [True], [False, False, True]]}
+    datasets.Dataset.from_dict(rows | {"category": ["a", "b"]}).save_to_disk(str(folder / "heldout_greedy"))
+    seen = []
+
+    def record(decoder: SpeculativeDecoder, text: Text, params: SamplingParams) -> list[list[float]]:
+        seen.append((params.temperature, text.ids[: text.start], text.ids[text.start :], text.category))
+        return sums_on_text(decoder, text, params)
+
+    monkeypatch.setattr("decode.evaluate.sums_on_text", record)
+    more = [{"temperature": 0, "top_p": 1.0}, {"temperature": 0.5}]
+    config = config_for(good_pair, prompt_file, sampling, responses=str(folder), more_sampling=more)
+    assert [result.num_prompts for result in evaluate(config)] == [2, 2, 2]
+    assert seen[:4] == [
+        (1.0, [1, 50, 60], [70, 80], None),
+        (1.0, [1], [90, 91], None),
+        (0.0, [1, 50, 60], [5], "a"),
+        (0.0, [1, 90], [7], "b"),
+    ]
+    assert [each[:2] for each in seen[4:]] == [(0.5, [1, 50, 60]), (0.5, [1])]
+
+
+def test_an_interrupted_evaluation_goes_on_and_finds_the_same(
+    good_pair: Path, prompt_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampling = SamplingParams(temperature=1.0, max_new_tokens=6, seed=0)
+    config = config_for(good_pair, prompt_file, sampling, more_sampling=[{"temperature": 0}], batch_size=4)
+    uninterrupted = [untimed(result) for result in evaluate(config)]
+    config = replace(config, output=str(tmp_path / "figures.json"))
+    kept = tmp_path / "figures.json.partial.jsonl"
+    calls = []
+
+    def interrupt_at(last: int) -> None:
+        calls.clear()
+
+        def count(*arguments: Any) -> list[list[float]]:
+            calls.append(arguments)
+            if len(calls) == last:
+                raise KeyboardInterrupt
+            return sums_on_text(*arguments)
+
+        monkeypatch.setattr("decode.evaluate.sums_on_text", count)
+
+    interrupt_at(10)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(config)
+    with kept.open("a") as file:  # killed while it wrote a line
+        file.write('{"stage": "0 alpha", "batch": 9, "found": [[[1.')
+    interrupt_at(NUM_PROMPTS)  # in the second setting
+    monkeypatch.setattr(PlainDecoder, "generate_ids", greedy_only(PlainDecoder.generate_ids))
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(config)
+    assert len(calls) == NUM_PROMPTS
+    interrupt_at(0)
+    assert [untimed(result) for result in evaluate(config)] == uninterrupted
+    assert len(calls) == NUM_PROMPTS * 2 - 9 - (NUM_PROMPTS - 1)
+    assert not kept.exists()
+
+
+def greedy_only(generate_ids: Callable[..., Any]) -> Callable[..., Any]:
+    """Text of the first setting was generated already."""
+
+    def generate(self: PlainDecoder, prompts: list[list[int]], params: SamplingParams, **more: Any) -> Any:
+        assert params.temperature == 0
+        return generate_ids(self, prompts, params, **more)
+
+    return generate
+
+
+def test_what_was_kept_of_another_draft_is_dropped(
+    good_pair: Path, prompt_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampling = SamplingParams(temperature=1.0, max_new_tokens=4, seed=0)
+    config = config_for(good_pair, prompt_file, sampling, output=str(tmp_path / "figures.json"))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("decode.evaluate.measure_costs", interrupted)
+        evaluate(config)
+    assert (tmp_path / "figures.json.partial.jsonl").exists()
+    save_draft_vocab(good_pair, torch.arange(2, 259, 3))
+    result = evaluated(config)
+    assert untimed(result) == untimed(evaluated(replace(config, output=None)))
+    assert result.p_beyond_q > 0.5
+
+
+def interrupted(*_: Any) -> Costs:
+    raise KeyboardInterrupt

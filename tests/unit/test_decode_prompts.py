@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from decode.evaluate import heldout_prompts
+from decode.heldout import heldout_prompts
 from decode.prompts import Prompt, as_messages, encode, load_prompts
 
 

@@ -299,6 +299,26 @@ def test_a_reduced_vocabulary_is_a_file_beside_a_whole_draft(target: Path, respo
     assert AutoModelForCausalLM.from_pretrained(output / "draft").get_output_embeddings().out_features == 259
 
 
+@pytest.mark.parametrize("bf16_is_fast", [True, False])
+def test_mass_is_found_in_the_dtype_that_is_fast_and_the_draft_keeps_the_targets(
+    bf16_is_fast: bool,
+    target: Path,
+    responses: Path,
+    byte_tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rounded = load_model(str(target)).bfloat16()
+    folder = save(rounded, byte_tokenizer, tmp_path / "target")
+    monkeypatch.setattr("distill.teacher.has_bf16_products", lambda: bf16_is_fast)
+    output = build(config_for(folder, tmp_path / "pair", vocab_size=40, responses=str(responses)))
+    mass = probability_mass(str(responses), load_model(str(folder), "auto" if bf16_is_fast else "float32"))
+    token_ids = load_draft_vocab(output)
+    assert token_ids is not None
+    assert Pair.load(output).provenance["vocab_share"] == float(mass[token_ids].sum())
+    assert load_model(str(output / "draft")).dtype == torch.bfloat16
+
+
 def test_a_vocabulary_may_be_as_large_as_its_share_asks(
     target: Path, responses: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -661,6 +661,16 @@ def test_a_teacher_that_breaks_down_is_named(
         module(batch)
 
 
+def test_a_draft_that_breaks_down_is_named_before_it_is_drawn_from(make: Callable[..., DistillModule]) -> None:
+    module, batch = make(num_draft_tokens=2, per_text=3), collate(ROWS, 0)
+    module.branching = True
+    module(batch)  # the control
+    with torch.no_grad():
+        module.draft.get_decoder().norm.weight[3] = torch.nan
+    with pytest.raises(NonFinite, match="the draft's output"):
+        module(batch)
+
+
 @pytest.mark.parametrize("name", ["teacher_hidden", "top_log_p"])
 def test_a_kept_signal_with_nan_is_named(
     name: str, make: Callable[..., DistillModule], target: LlamaForCausalLM

@@ -202,6 +202,10 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: Stage(losses={"tv": 1.0}, share=1.1), "share: 1.1 is"),
     (lambda: Stage(losses={"tv": 1.0}, plateau_evals=0), "plateau_evals: 0 is"),
     (lambda: configure({"stages": (TV, TV)}), "stages: only the last may lack both share and plateau_evals"),
+    (
+        lambda: configure({"stages": (Stage(losses={"tv": 1.0}, share=1.0), TV)}),
+        "stages: the shares before the last one are 1 in all, so that it never begins",
+    ),
     (lambda: configure({"jsd_beta": 0.0}), "jsd_beta: 0.0 is"),
     (lambda: configure({"jsd_beta": 1.0}), "jsd_beta: 1.0 is"),
     (lambda: configure({"lk_eta": -1.0}), "lk_eta: -1.0 is"),

@@ -485,7 +485,7 @@ def test_the_draft_is_saved_in_the_targets_dtype_and_trained_in_fp32(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On a machine that multiplies bf16 slowly, where the target's passes are in fp32 too."""
-    for module in ("train.engine", "distill.run"):
+    for module in ("train.engine", "distill.teacher"):
         monkeypatch.setattr(f"{module}.has_bf16_products", lambda: False)
     target = load_model(str(distill_folders["target"])).bfloat16()
     target.save_pretrained(tmp_path / "target")

@@ -21,6 +21,18 @@ def begun(path: Path) -> RunFolder:
     return folder
 
 
+def test_one_run_at_a_time_and_nothing_is_left_of_the_lock(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    with (
+        folder.locked(),
+        pytest.raises(ValueError, match=f"^output: another run is writing to {folder.path}; wait"),
+        RunFolder(tmp_path / "run").locked(),
+    ):
+        pytest.fail("two at a time")
+    with folder.locked():
+        assert not [*folder.path.iterdir()]
+
+
 def test_the_same_configuration_may_go_on_under_another_output(tmp_path: Path) -> None:
     folder = begun(tmp_path / "run")
     folder.check(resolved())

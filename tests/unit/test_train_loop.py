@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -300,8 +301,8 @@ def test_an_unknown_metric_is_refused_by_naming_the_known(tmp_path: Path) -> Non
 
 
 def test_a_metric_that_cannot_be_compared_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(NonFinite, match=r"^select_by: score is nan at step 4"):
-        train(RegressionTask(SCORES | {4: float("nan")}), configure(tmp_path, select_by="score"))
+    with pytest.raises(NonFinite, match=r"^select_by: score is inf at step 4"):
+        train(RegressionTask(SCORES | {4: math.inf}), configure(tmp_path, select_by="score"))
 
 
 # --- the task's own state -----------------------------------------------------------------------------------
@@ -402,3 +403,20 @@ def test_what_is_not_finite_in_an_evaluation_is_named_with_its_step(tmp_path: Pa
     task.evaluate = fault  # type: ignore[method-assign]
     with pytest.raises(NonFinite, match=r"^the teacher's output is not finite in the evaluation at step 2$"):
         train(task, configure(tmp_path))
+
+
+def test_a_figure_that_is_no_number_stops_the_run(tmp_path: Path) -> None:
+    with pytest.raises(NonFinite, match=r"^score is not a number in the evaluation at step 4$"):
+        train(RegressionTask({2: 1.0, 4: math.nan}), configure(tmp_path, select_by=None))
+
+
+def test_another_number_of_processes_is_noted_when_a_run_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(NonFinite):
+        train(RegressionTask({2: 1.0, 4: math.nan}), configure(tmp_path, select_by=None, checkpoint_every_steps=1))
+    noted = tmp_path / "provenance.json"
+    noted.write_text(json.dumps(json.loads(noted.read_text()) | {"num_processes": 3}))
+    with caplog.at_level(logging.INFO):
+        train(RegressionTask(), configure(tmp_path, select_by=None, checkpoint_every_steps=1))
+    assert "it was begun by 3 processes, now 1" in caplog.text
