@@ -8,11 +8,13 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
 
 from .decoder import SpeculativeDecoder
 from .full_head import silence_outside
+from .latency import OnTokens
 from .pair import Dtype, load_model
 from .params import SamplingParams
 from .progress import ProgressBar
@@ -81,11 +83,17 @@ class TransformersBaselines:
                 f"{sizes[1]}; leave transformers out"
             )
 
-    def plain(self, prompt: list[int], params: SamplingParams) -> list[int]:
-        """Continue a prompt."""
-        return self._generate(prompt, params)
+    def plain(self, prompt: list[int], params: SamplingParams, on_tokens: OnTokens | None = None) -> list[int]:
+        """Continue a prompt; `on_tokens` is told of the tokens as they come."""
+        return self._generate(prompt, params, on_tokens=on_tokens)
 
-    def assisted(self, prompt: list[int], params: SamplingParams, assistance: Assistance | None = None) -> list[int]:
+    def assisted(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        assistance: Assistance | None = None,
+        on_tokens: OnTokens | None = None,
+    ) -> list[int]:
         """Continue a prompt with the draft's help.
 
         Args:
@@ -93,6 +101,7 @@ class TransformersBaselines:
             params: sampling parameters.
             assistance: a fixed way; None leaves it to transformers and the draft's own settings, and has a target that
                 exits early do so after half of its layers.
+            on_tokens: told of the tokens as they come.
         """
         settings = self.default
         if assistance is not None:
@@ -104,8 +113,8 @@ class TransformersBaselines:
         if self.exits:
             middle = max(1, self.target.config.get_text_config().num_hidden_layers // 2)
             exit_layer = middle if assistance is None else assistance.exit_layer
-            return self._generate(prompt, params, settings, assistant_early_exit=exit_layer)
-        return self._generate(prompt, params, settings, assistant_model=self.assistant)
+            return self._generate(prompt, params, settings, on_tokens, assistant_early_exit=exit_layer)
+        return self._generate(prompt, params, settings, on_tokens, assistant_model=self.assistant)
 
     def sweep(self, prompts: list[list[int]], params: SamplingParams, bar: ProgressBar) -> dict[Assistance, float]:
         """Tokens per second of all prompts together, by way of assisting; advances `bar` by each run."""
@@ -119,7 +128,12 @@ class TransformersBaselines:
         return {each: tokens[each] / seconds[each] for each in self.assistances}
 
     def _generate(
-        self, prompt: list[int], params: SamplingParams, settings: GenerationConfig | None = None, **assistance: Any
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        settings: GenerationConfig | None = None,
+        on_tokens: OnTokens | None = None,
+        **assistance: Any,
     ) -> list[int]:
         sampling: dict[str, Any] = {"do_sample": False}
         if params.temperature:
@@ -133,6 +147,8 @@ class TransformersBaselines:
         )
         tokens = torch.tensor([prompt], device=self.target.device)
         generate: Any = self.target.generate
+        if on_tokens:
+            assistance["streamer"] = _Told(on_tokens)
         with _nothing_else_configured(self.target):
             if settings is not None:
                 # the candidate generator looks for its settings here and nowhere else
@@ -140,6 +156,23 @@ class TransformersBaselines:
             output = generate(tokens, attention_mask=torch.ones_like(tokens), generation_config=config, **assistance)
         ids: list[int] = output[0, len(prompt) :].tolist()
         return ids
+
+
+class _Told(BaseStreamer):
+    """Passes on how many tokens came."""
+
+    def __init__(self, on_tokens: OnTokens) -> None:
+        self.on_tokens = on_tokens
+        self.has_prompt = False
+
+    def put(self, value: Tensor) -> None:
+        """Tokens, int64 [n] or [1, n]; first of all those of the prompt."""
+        if self.has_prompt:
+            self.on_tokens(value.numel())
+        self.has_prompt = True
+
+    def end(self) -> None:
+        """Nothing is held back."""
 
 
 @contextmanager

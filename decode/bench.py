@@ -1,15 +1,15 @@
 """Ways of decoding against each other, turn by turn in one process: only their ratios mean anything."""
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import cycle
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from transformers import PreTrainedModel
 
 from .baselines import Assistance, TransformersBaselines
 from .clock import ForwardClock
@@ -18,33 +18,28 @@ from .costs import Costs, measure_costs
 from .decoder import SpeculativeDecoder
 from .files import refuse_unwritable, write_json
 from .heldout import SavedTexts, heldout_prompts, spread
+from .latency import Arrivals, Latency, OnTokens, Run, Spread
+from .memory import Memory, PeakMemory
 from .model import refuse_unsupported_cache
 from .pair import Pair
 from .params import SamplingParams
 from .progress import ProgressBar
 from .provenance import provenance
-from .roofline import Roofline, measure_roofline
+from .roofline import Roofline, Weights, measure_roofline
 from .trace import Trace
 
 WARM_UP_TOKENS = 16
 # what transformers' best number of assistant tokens is found on
 SWEEP_PROMPTS = 3
 
-# continues one prompt
-Mode = Callable[[list[int], SamplingParams], list[int]]
 BEST_ASSISTED = "transformers_assisted_best"
 
 
-@dataclass(frozen=True)
-class Run:
-    """One prompt decoded once."""
+class Mode(Protocol):
+    """A way to continue one prompt, which tells of tokens as they come."""
 
-    num_tokens: int
-    seconds: float
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.num_tokens / self.seconds
+    def __call__(self, prompt: list[int], params: SamplingParams, /, *, on_tokens: OnTokens) -> list[int]:
+        """The new tokens."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +72,7 @@ class Timing:
             None on an accelerator, where a forward pass returns before it is done.
         costs: c and v(n), measured at this setting.
         predicted_speedup: from the tokens drafted and committed, and the costs.
+        weights: what a pass reads of each model.
         roofline: what memory allows; None when not asked for.
         first_call: what it took to begin.
     """
@@ -89,6 +85,7 @@ class Timing:
     share_outside_models: float | None
     costs: Costs
     predicted_speedup: float
+    weights: Weights
     roofline: Roofline | None = None
     first_call: FirstCall | None = None
 
@@ -110,6 +107,28 @@ class Timing:
         return max(self.sweep, key=lambda each: self.sweep[each]) if self.sweep else None
 
     @property
+    def latency(self) -> dict[str, Latency | None]:
+        """By mode."""
+        return {mode: Latency.of(runs) for mode, runs in self.runs.items()}
+
+    @property
+    def memory(self) -> dict[str, Memory | None]:
+        """By mode, the most that any run held; None where that cannot be measured."""
+        found = {mode: [run.memory for run in runs if run.memory] for mode, runs in self.runs.items()}
+        return {mode: Memory.most(memories) if memories else None for mode, memories in found.items()}
+
+    @property
+    def weight_bytes_per_token(self) -> dict[str, float]:
+        """By mode, read of weights for a token of the text; every drafted token counts as a pass of the draft model.
+
+        As in `shares_of_bandwidth`, keys and values are left out, and so is the pass over the prompt.
+        """
+        trace = self.trace
+        read = self.weights.bytes_read(trace.num_target_passes, trace.num_drafted)
+        speculative = read / trace.num_committed if trace.num_committed else float("nan")
+        return {"plain": float(self.weights.target_bytes), "speculative": speculative}
+
+    @property
     def shares_of_bandwidth(self) -> dict[str, float]:
         """By mode, what it read of weights over what memory allows, in all runs together."""
         if self.roofline is None:
@@ -122,17 +141,22 @@ class Timing:
 
     def figures(self) -> dict[str, Any]:
         """All of it, and what follows from it, as JSON values."""
-        nested = ("sampling", "runs", "sweep", "trace", "costs", "roofline", "first_call")
+        nested = ("sampling", "runs", "sweep", "trace", "costs", "weights", "roofline", "first_call")
         return {
             **{name: value for name, value in vars(self).items() if name not in nested},
             "sampling": asdict(self.sampling),
-            "runs": {mode: [asdict(run) for run in runs] for mode, runs in self.runs.items()},
+            "runs": {mode: [run.figures() for run in runs] for mode, runs in self.runs.items()},
             "sweep": {str(each): rate for each, rate in self.sweep.items()},
             "trace": self.trace.figures(),
             "costs": asdict(self.costs),
             "roofline": asdict(self.roofline) if self.roofline else None,
             "first_call": asdict(self.first_call) if self.first_call else None,
             "shares_of_bandwidth": self.shares_of_bandwidth,
+            "weights": asdict(self.weights),
+            "weight_bytes_per_token": self.weight_bytes_per_token,
+            "tokens_per_second": {mode: asdict(Spread.of(self.tokens_per_second(mode))) for mode in self.runs},
+            "latency": {mode: asdict(each) if each else None for mode, each in self.latency.items()},
+            "memory": {mode: asdict(each) if each else None for mode, each in self.memory.items()},
             "median_tokens_per_second": {mode: median(self.tokens_per_second(mode)) for mode in self.runs},
             "median_ratios_to_plain": {mode: median(self.ratios(mode)) for mode in self.runs},
             "ratios": self.ratios(),
@@ -187,8 +211,7 @@ def bench(config: BenchConfig) -> list[Timing]:
     started = perf_counter()
     decoder.engine.generate_ids([timed[0]], replace(settings[0], max_new_tokens=WARM_UP_TOKENS))
     first_call = FirstCall(load_seconds, perf_counter() - started)
-    draft = decoder.draft.model if decoder.draft else None
-    roofline = measure_roofline(decoder.target, draft) if config.roofline else None
+    roofline = measure_roofline(decoder.target, _draft_model(decoder)) if config.roofline else None
     runs = 5 * len(timed) + len(baselines.assistances) * len(swept) if baselines else 2 * len(timed)
     with ProgressBar("timing", len(settings) * runs) as bar:
         timings = [
@@ -219,6 +242,11 @@ def _stock_draft(pair: str) -> str | None:
     return str(folder / "draft") if Pair.load(folder).draft_kind == "model" else None
 
 
+def _draft_model(decoder: SpeculativeDecoder) -> PreTrainedModel | None:
+    """What drafts; None where lookup alone does, whatever was loaded beside it."""
+    return decoder.draft.model if decoder.draft and decoder.engine.speculation.proposer != "lookup" else None
+
+
 def _report(config: BenchConfig, decoder: SpeculativeDecoder, timings: list[Timing]) -> dict[str, Any]:
     return {
         "timings": [timing.figures() for timing in timings],
@@ -243,16 +271,18 @@ def _time(
     context_length = int(median(map(len, prompts))) + params.max_new_tokens // 2
     costs = measure_costs(decoder, params, max_draft_tokens=most, context_length=context_length)
 
-    def plain(prompt: list[int], params: SamplingParams) -> list[int]:
-        (completion,) = decoder.plain.generate_ids([prompt], params)
+    def plain(prompt: list[int], params: SamplingParams, /, *, on_tokens: OnTokens) -> list[int]:
+        (completion,) = decoder.plain.generate_ids([prompt], params, on_token=on_tokens)
         return completion.ids
 
-    def speculative(prompt: list[int], params: SamplingParams) -> list[int]:
+    def speculative(prompt: list[int], params: SamplingParams, /, *, on_tokens: OnTokens) -> list[int]:
         nonlocal total
+        completions, trace = engine.begin([prompt], params), Trace()
         with clock:
-            (completion,), (trace,) = engine.generate_ids([prompt], params)
+            for _ in engine.rounds(completions, [trace]):
+                on_tokens(trace.rounds[-1].num_committed)
         total += trace
-        return completion.ids
+        return completions[0].ids
 
     modes: dict[str, Mode] = {"plain": plain, "speculative": speculative}
     sweep: dict[Assistance, float] = {}
@@ -265,10 +295,10 @@ def _time(
         best = max(sweep, key=lambda each: sweep[each])
         modes[BEST_ASSISTED] = partial(baselines.assisted, assistance=best)
     for mode in modes.values():
-        mode(prompts[0], warm_up)
+        mode(prompts[0], warm_up, on_tokens=Arrivals().note)
     clock.seconds_of.clear()
     total = Trace()
-    runs = _take_turns(modes, prompts, params, bar)
+    runs = _take_turns(modes, prompts, params, bar, decoder.target.device)
     wall = sum(run.seconds for run in runs["speculative"])
     return Timing(
         sampling=params,
@@ -279,21 +309,24 @@ def _time(
         share_outside_models=1 - clock.seconds / wall if decoder.target.device.type == "cpu" else None,
         costs=costs,
         predicted_speedup=costs.predicted_speedup_of(total),
+        weights=Weights.of(decoder.target, _draft_model(decoder)),
     )
 
 
 def _take_turns(
-    modes: dict[str, Mode], prompts: list[list[int]], params: SamplingParams, bar: ProgressBar
+    modes: dict[str, Mode], prompts: list[list[int]], params: SamplingParams, bar: ProgressBar, device: torch.device
 ) -> dict[str, list[Run]]:
-    """Decode every prompt once in every mode; advances `bar` by each run."""
+    """Decode every prompt once in every mode; advances `bar` by each run. `device` is whose memory is looked at."""
     runs: dict[str, list[Run]] = {name: [] for name in modes}
     for number, prompt in enumerate(prompts):
         # who goes first rotates, so that none always finds the machine as the same other left it
         first = number % len(modes)
         for name in [*modes][first:] + [*modes][:first]:
             torch.manual_seed(number)
-            started = perf_counter()
-            ids = modes[name](prompt, params)
-            runs[name].append(Run(len(ids), perf_counter() - started))
+            with PeakMemory(device) as memory:
+                arrivals = Arrivals()
+                ids = modes[name](prompt, params, on_tokens=arrivals.note)
+                seconds = arrivals.elapsed_seconds
+            runs[name].append(Run(len(ids), seconds, tuple(arrivals.noted), memory.found))
             bar.advance(1)
     return runs

@@ -15,6 +15,23 @@ REPETITIONS = 7
 
 
 @dataclass(frozen=True)
+class Weights:
+    """Bytes of weights that a pass over one token reads; 0 for the draft where there is no draft model."""
+
+    target_bytes: int
+    draft_bytes: int
+
+    @classmethod
+    def of(cls, target: PreTrainedModel, draft: PreTrainedModel | None) -> "Weights":
+        """Counted, not measured."""
+        return cls(weight_bytes(target), 0 if draft is None else weight_bytes(draft))
+
+    def bytes_read(self, num_target_passes: int, num_draft_passes: int) -> int:
+        """By so many passes, each over few enough tokens that every weight is read once."""
+        return num_target_passes * self.target_bytes + num_draft_passes * self.draft_bytes
+
+
+@dataclass(frozen=True)
 class Roofline:
     """What memory allows, and what a pass asks of it.
 
@@ -31,7 +48,7 @@ class Roofline:
 
     def share(self, num_target_passes: int, num_draft_passes: int, seconds: float) -> float:
         """Bytes of weights that passes had to read a second, over what a sum reads; keys and values not counted."""
-        num_bytes = num_target_passes * self.target_bytes + num_draft_passes * self.draft_bytes
+        num_bytes = Weights(self.target_bytes, self.draft_bytes).bytes_read(num_target_passes, num_draft_passes)
         return num_bytes / seconds / self.read_bytes_per_second
 
 
@@ -49,7 +66,8 @@ def measure_roofline(target: PreTrainedModel, draft: PreTrainedModel | None) -> 
                 torch.accelerator.synchronize(target.device)
             seconds[name].append(perf_counter() - started)
     read, copied = (BUFFER_BYTES / median(seconds[name][1:]) for name in actions)
-    return Roofline(read, 2 * copied, weight_bytes(target), 0 if draft is None else weight_bytes(draft))
+    weights = Weights.of(target, draft)
+    return Roofline(read, 2 * copied, weights.target_bytes, weights.draft_bytes)
 
 
 def weight_bytes(model: PreTrainedModel) -> int:

@@ -10,6 +10,7 @@ from rich.table import Table
 from .bench import BEST_ASSISTED, Timing
 from .export import Export
 from .figures import Evaluation, Figures, Interval
+from .latency import Spread
 from .params import SamplingParams
 from .prove import Check
 
@@ -118,7 +119,7 @@ def export_summary(exported: Export) -> Group:
 
 def bench_tables(timings: list[Timing]) -> Group:
     """What `spec-decode bench` prints: how fast each way of decoding is, and why."""
-    return Group(_speed_table(timings), _speedup_table(timings))
+    return Group(_speed_table(timings), _latency_table(timings), _speedup_table(timings))
 
 
 def _speed_table(timings: list[Timing]) -> Table:
@@ -144,6 +145,41 @@ def _speed_table(timings: list[Timing]) -> Table:
     return table
 
 
+def _latency_table(timings: list[Timing]) -> Table:
+    caption = "gap: from one arrival to the next, each of one token or more"
+    table = Table(title="latency in ms, medians (lowest to highest), and memory", caption=caption)
+    table.add_column("decoding", no_wrap=True)
+    # broken here, as rich would take the room from the figures
+    for header in ("first\ntoken", "each\nafter", "gap at p50,\np90, p99", "peak MB,\ngrown by"):
+        table.add_column(header, justify="right")
+    names = {
+        "plain": "plain",
+        "speculative": "speculative",
+        "transformers_plain": "transformers",
+        "transformers_assisted_best": "assisted, best",
+        "transformers_assisted_default": "assisted, default",
+    }
+    for timing in timings:
+        table.add_section()
+        table.add_row(f"[bold]{name_of(timing.sampling)}[/]")
+        for mode, latency in timing.latency.items():
+            first, mean, between, held = "", "", "", ""
+            if latency:
+                first = _spread_in_ms(latency.first_token_seconds)
+                if latency.seconds_per_output_token:
+                    mean = f"{1000 * latency.seconds_per_output_token.median:.1f}"
+                if latency.arrival_gap_seconds:
+                    between = " ".join(f"{1000 * gap:.1f}" for gap in latency.arrival_gap_seconds.values())
+            if memory := timing.memory[mode]:
+                held = f"{memory.peak_bytes / 1e6:.0f}, {memory.growth_bytes / 1e6:.0f}"
+            table.add_row(f"  {names[mode]}", first, mean, between, held)
+    return table
+
+
+def _spread_in_ms(spread: Spread) -> str:
+    return f"{1000 * spread.median:.0f} ({1000 * spread.lowest:.0f} to {1000 * spread.highest:.0f})"
+
+
 def _speedup_table(timings: list[Timing]) -> Table:
     table = Table("speculative decoding", title="where the speedup comes from")
     for timing in timings:
@@ -160,12 +196,15 @@ def _speedup_table(timings: list[Timing]) -> Table:
     add_row("realised / predicted", lambda timing: f"{timing.ratio / timing.predicted_speedup:.2f}")
     if all(timing.share_outside_models is not None for timing in timings):
         add_row("time outside the models' forward passes", lambda timing: f"{timing.share_outside_models:.1%}")
+    add_row("time to draft, to verify, and the rest", _shares_of_time)
+    read = "weights read a token, plain, speculative, MB"
+    add_row(read, lambda timing: ", ".join(f"{size / 1e6:.0f}" for size in timing.weight_bytes_per_token.values()))
     if first := timings[0].first_call:
         seconds = f"{first.load_seconds:.1f}, {first.first_text_seconds:.1f}"
         table.add_row("seconds to load, and of the first text", *[seconds] * len(timings))
     if roofline := timings[0].roofline:
-        read, copied = roofline.read_bytes_per_second / 1e9, roofline.copy_bytes_per_second / 1e9
-        table.add_row("memory, read and copied, GB/s", *[f"{read:.1f}, {copied:.1f}"] * len(timings))
+        summed, copied = roofline.read_bytes_per_second / 1e9, roofline.copy_bytes_per_second / 1e9
+        table.add_row("memory, read and copied, GB/s", *[f"{summed:.1f}, {copied:.1f}"] * len(timings))
         sizes = f"{roofline.target_bytes / 1e6:.0f}, {roofline.draft_bytes / 1e6:.0f}"
         table.add_row("weights of target and draft, MB a pass", *[sizes] * len(timings))
         for mode in ("plain", "speculative"):
@@ -177,6 +216,11 @@ def _speedup_table(timings: list[Timing]) -> Table:
         over = "times transformers assisted at its best"
         add_row(over, lambda timing: _median_and_range(timing.ratios(base=BEST_ASSISTED), 2))
     return table
+
+
+def _shares_of_time(timing: Timing) -> str:
+    seconds = timing.trace.seconds
+    return " ".join(f"{each / seconds.total:.0%}" for each in (seconds.draft, seconds.verify, seconds.rest))
 
 
 def _median_and_range(values: list[float], digits: int) -> str:

@@ -205,7 +205,9 @@ def test_bench_prints_a_table_and_writes_figures(pair: Path, prompts: Path, tmp_
         assert timing["ratio"] == sorted(timing["ratios"])[2]
         assert timing["trace"]["committed"] == sum(run["num_tokens"] for run in timing["runs"]["speculative"])
         assert 0 < timing["share_outside_models"] < 1
-        assert timing["runs"].keys() == {"plain", "speculative"}
+        assert timing["runs"].keys() == timing["latency"].keys() == {"plain", "speculative"}
+        for run in timing["runs"]["plain"]:
+            assert 0 < run["first_token_seconds"] < run["seconds"]
 
 
 def test_bench_times_transformers_when_asked(
@@ -234,6 +236,7 @@ def test_bench_times_transformers_when_asked(
         assert len(timing["runs"]) == 5
         assert all(len(runs) == 5 for runs in timing["runs"].values())
         assert list(timing["sweep"]) == ["1", "2", "3", "4", "5"]
+        assert all(latency["first_token_seconds"]["lowest"] > 0 for latency in timing["latency"].values())
         best = timing["best_assistance"]
         assert timing["sweep"][best] == max(timing["sweep"].values())
         assert f"transformers assisted, best: {best} drafted" in out

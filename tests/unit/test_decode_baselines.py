@@ -1,6 +1,7 @@
 """transformers is asked for the same text as our decoder, and drafts as it was told."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,19 @@ def test_greedy_text_is_ours_in_every_mode(build: Build) -> None:
     assert baselines.assisted(PROMPT, GREEDY) == text
     for number in NUMS_ASSISTANT_TOKENS:
         assert baselines.assisted(PROMPT, GREEDY, Assistance(number)) == text
+
+
+def test_tokens_are_told_of_as_they_come(build: Build) -> None:
+    _, baselines = build()
+    told: list[int] = []
+    text = baselines.plain(PROMPT, GREEDY, on_tokens=told.append)
+    assert told == [1] * len(text)  # nothing of the prompt
+    # a draft that is the target is always right: with two drafted, three tokens come at once
+    baselines.assistant = deepcopy(baselines.target)
+    told.clear()
+    assert baselines.assisted(PROMPT, GREEDY, Assistance(2), on_tokens=told.append) == text
+    assert sum(told) == len(text)
+    assert max(told) == 3
 
 
 def test_it_stops_at_our_stop_tokens(build: Build) -> None:
