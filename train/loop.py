@@ -30,7 +30,7 @@ from .ema import WeightAverage
 from .engine import Engine
 from .folder import RunFolder
 from .optimizers import build_optimizers, learning_rate_factor, set_learning_rates
-from .preemption import Preempted, Preemption
+from .preemption import Preempted, sigterm_noted
 from .provenance import provenance
 from .report import Report
 from .task import Guarded, NonFinite, StepOutput, Task
@@ -168,9 +168,9 @@ def _train(
         origin = provenance(resolved_config) | {"num_processes": engine.world}
         folder.begin(resolved_config, origin, first_step)
     engine.start_trackers(resolved_config)
-    with Report(engine, folder.metrics, num_steps, first_step) as report, Preemption() as preemption:
+    with Report(engine, folder.metrics, num_steps, first_step) as report, sigterm_noted() as sigterms:
         loop = _Loop(
-            engine, task, guarded, average, rows, lengths, config, optimizers, folder, report, preemption, num_steps
+            engine, task, guarded, average, rows, lengths, config, optimizers, folder, report, sigterms, num_steps
         )
         loop.run(state)
     loop.install_result(state)
@@ -195,7 +195,7 @@ class _Loop:
     optimizers: Sequence[torch.optim.Optimizer]
     folder: RunFolder
     report: Report
-    preemption: Preemption
+    sigterms: Sequence[int]
     num_steps: int
 
     def run(self, state: _State) -> None:
@@ -224,7 +224,7 @@ class _Loop:
                 self._evaluate(state, epochs)
             if self._is_over(state) and state.window:
                 self._log(state, epochs)
-            preempted = self.engine.any(self.preemption.announced)
+            preempted = self.engine.any(bool(self.sigterms))
             if preempted or self._is_over(state) or _due(state.step, config.checkpoint_every_steps):
                 self._checkpoint(state)
             if preempted and not self._is_over(state):

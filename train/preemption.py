@@ -2,7 +2,8 @@
 
 import signal
 import threading
-from types import FrameType, TracebackType
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class Preempted(SystemExit):
@@ -12,26 +13,15 @@ class Preempted(SystemExit):
         super().__init__(0)
 
 
-class Preemption:
-    """While it is entered, SIGTERM does nothing but to be remembered.
-
-    Attributes:
-        announced: whether it came.
-    """
-
-    def __init__(self) -> None:
-        self.announced = False
-
-    def __enter__(self) -> "Preemption":
-        # elsewhere Python lets nobody set handlers
-        self._ours = threading.current_thread() is threading.main_thread()
-        if self._ours:
-            self._before = signal.signal(signal.SIGTERM, self._remember)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self._ours:
-            signal.signal(signal.SIGTERM, self._before)
-
-    def _remember(self, _: int, frame: FrameType | None) -> None:
-        self.announced = True
+@contextmanager
+def sigterm_noted() -> Iterator[list[int]]:
+    """Meanwhile SIGTERM does nothing but to be put into this list: a lock could be held when a second one comes."""
+    announced: list[int] = []
+    if threading.current_thread() is not threading.main_thread():  # where Python lets nobody set handlers
+        yield announced
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, frame: announced.append(number))
+    try:
+        yield announced
+    finally:
+        signal.signal(signal.SIGTERM, before)
