@@ -1,5 +1,6 @@
 """How much memory was held at most, as the system or the device counts it."""
 
+import gc
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,6 +47,7 @@ class PeakMemory:
 
     def __enter__(self) -> "PeakMemory":
         self.held_bytes: int | None = None
+        gc.collect()  # garbage that goes while we look would hide as much growth
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             self.held_bytes = torch.cuda.memory_allocated(self.device)
