@@ -61,7 +61,8 @@ class CacheConfig:
         target: the teacher, where it is not the model that wrote the responses; its tokenizer must be the same
         kind: top_k keeps the likeliest tokens and the mass of all others, for one temperature; hidden_states keeps what
             entered the head, from which training recovers whole distributions at any temperature
-        top_k: tokens kept at each position, where kind is top_k
+        top_k: tokens kept at each position, where kind is top_k; what the others hold is learnt as one sum, in which a
+            draft with a reduced vocabulary cannot tell what it may not say, so that hidden states teach it better
         temperature: of the distributions, where kind is top_k; the temperature you will serve with
         dtype: of the target; auto keeps the checkpoint's
         chunk_size: tokens whose logits exist at a time

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils import broadcast
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -105,7 +106,9 @@ class DistillTask:
             of_greedy = judge(greedy, num_draft_tokens, self.costs)
             figures |= {f"greedy_{name}": value for name, value in of_greedy.items()}
             figures["greedy_alpha"] = float(np.concatenate(greedy).mean())
-        self.stages.evaluated(figures["forward_kl"])
+        # rounding differs from one kind of processor to another, and all must end a stage at one step
+        loss = torch.tensor(figures["forward_kl"], dtype=torch.float32, device=self.module.draft.device)
+        self.stages.evaluated(float(broadcast(loss)))
         return figures
 
     def scores(self, rows: Rows) -> list[TokenScores]:

@@ -135,6 +135,19 @@ def test_how_far_the_stages_came_is_its_state(configure_run: Configure) -> None:
     assert list(again.module.objective.weights) == ["tv"]
 
 
+def test_all_processes_end_a_stage_by_the_loss_of_the_main_one(
+    configure_run: Configure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stages = (Stage(losses={"forward_kl": 1.0}, plateau_evals=2), Stage(losses={"tv": 1.0}))
+    task = prepare(configure_run(objective=ObjectiveConfig(stages=stages), eval_every_steps=5)).task
+    of_main = iter([3.0, 2.0, 1.0])
+    monkeypatch.setattr("distill.task.broadcast", lambda loss: torch.full_like(loss, next(of_main)))
+    for _ in range(3):
+        evaluated(task)  # the same each time here, which would be a plateau
+    assert task.state["stage_best"] == 1.0
+    assert task.state["stage_evals_without_best"] == 0
+
+
 def test_what_is_saved_is_the_draft_and_the_pair(
     task: DistillTask, distill_folders: dict[str, Path], tmp_path: Path
 ) -> None:
