@@ -122,7 +122,9 @@ class SpeculativeEngine:
         device = self.target.device
         capacity = max(len(row.prompt) + row.params.max_new_tokens for row in completions)
         speculation = self.speculation
-        spare = (speculation.num_draft_tokens or speculation.max_draft_tokens) if self.proposer else 0
+        # one row alone is never fed beyond its own end
+        has_neighbours = self.proposer is not None and len(completions) > 1
+        spare = (speculation.num_draft_tokens or speculation.max_draft_tokens) if has_neighbours else 0
         target = CachedModel(self.target, len(completions), capacity, spare, keep_hidden_states=on_pass is not None)
         sampler = BatchSampler(completions, *_seeds(completions, streams), speculation, device, target.vocab_size)
         active = list(range(len(completions)))

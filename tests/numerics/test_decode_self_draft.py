@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
-from decode.cache import BufferLayer
+from decode.cache import BufferLayer, KVCache
 from decode.llama import leave_to_transformers
 from decode.model import CachedModel
 from decode.native_sampling import native_available
@@ -166,6 +166,35 @@ def test_there_is_no_second_cache(tiny_llama: Build) -> None:
         target = engine.proposing_for
         assert target is not None
         assert proposer.cached.cache is target.cache
+
+
+def cache_bytes(model: LlamaForCausalLM, prompts: list[list[int]], spec: SelfDraft | None) -> int:
+    """Of all keys and values that were held at once, drafting so or (None) plainly."""
+    params, caches = SamplingParams(max_new_tokens=128), []
+    with pytest.MonkeyPatch.context() as patched:
+
+        class Watched(KVCache):
+            def __init__(self, *args: Any) -> None:
+                super().__init__(*args)
+                caches.append(self)
+
+        patched.setattr("decode.model.KVCache", Watched)
+        if spec is None:
+            PlainDecoder(model, frozenset()).generate_ids(prompts, params)
+        else:
+            proposer = self_draft_proposer(model, spec, tensors=adapter_for(model, spec))
+            SpeculativeEngine(model, proposer, SpeculationParams(never_slower=False)).generate_ids(prompts, params)
+    layers: list[Any] = [layer for cache in caches for layer in cache.layers if layer.is_initialized]
+    return sum(buffer.untyped_storage().nbytes() for layer in layers for buffer in (layer.keys, layer.values))
+
+
+@pytest.mark.parametrize("name", ["both", "exit", "8 bits"])
+def test_keys_and_values_take_what_they_take_in_plain_decoding(name: str, tiny_llama: Build) -> None:
+    spec = SPECS[name]
+    model = tiny_llama(seed=1, **SHAPE)
+    alone, ragged = [[5, 9, 30] * 7], [[5, 9, 30] * 14, [5, 9, 77], [7] * 20]
+    assert cache_bytes(model, alone, spec) == cache_bytes(model, alone, None)
+    assert cache_bytes(model, ragged, spec) <= 1.05 * cache_bytes(model, ragged, None)
 
 
 @pytest.mark.parametrize(
