@@ -78,7 +78,7 @@ SAMPLED: dict[str, dict[str, Any]] = {
 GREEDY: dict[str, dict[str, Any]] = {"greedy": {}, "greedy with penalties": PENALTIES}
 SETTINGS = SAMPLED | GREEDY
 RULES = ("tokenwise", "block", "seeded")
-PROPOSERS = ("draft", "reduced draft", "lookup", "cascade", "skip", "exit", "exit, layer")
+PROPOSERS = ("draft", "reduced draft", "lookup", "cascade", "skip", "exit", "exit, layer", "low rank")
 DRAFT_VOCAB = torch.tensor([0, 2, 3, 5])
 # of some thousand honest p-values the smallest is about 1e-4, if no cell is so small that it has a tail of its own
 HONEST, WRONG, MIN_EXPECTED = 1e-5, 1e-6, 10
@@ -104,6 +104,10 @@ class Models:
             return self_draft_proposer(self.target, spec)
         if name == "exit":
             return self_draft_proposer(self.target, SelfDraft(num_layers=1))
+        if name == "4 bits, skip":  # torchao rounds no float64: among the ways that are native
+            return self_draft_proposer(self.target, SelfDraft(bits=4, skipped_mlp=(1,)))
+        if name == "low rank":
+            return self_draft_proposer(self.target, SelfDraft(low_rank=True), tensors=halved(self.target))
         if name == "exit, layer":
             spec = SelfDraft(num_layers=1, adapter="layer")
             # which would be the target's own last layer
@@ -122,6 +126,16 @@ class Models:
         proposer = self.proposer(proposer) if isinstance(proposer, str) else proposer
         defaults: dict[str, Any] = dict(num_draft_tokens=2, never_slower=False)
         return SpeculativeEngine(self.target, proposer, SpeculationParams(**defaults | speculation))
+
+
+def halved(target: LlamaForCausalLM) -> dict[str, Tensor]:
+    """Factors of the MLPs' matrices, of half their rank."""
+    factors: dict[str, Tensor] = {}
+    for name in (f"model.layers.{layer}.mlp.down_proj" for layer in range(target.config.num_hidden_layers)):
+        up, scales, down = torch.linalg.svd(target.get_submodule(name).weight.float(), full_matrices=False)
+        rank = len(scales) // 2
+        factors |= {f"{name}.up": up[:, :rank] * scales[:rank], f"{name}.down": down[:rank]}
+    return factors
 
 
 @pytest.fixture(scope="module")
@@ -336,7 +350,7 @@ def test_texts_follow_a_target_with_rounded_logits(rounded: Models, rule: str, p
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("proposer", ["draft", "reduced draft", "skip"])
+@pytest.mark.parametrize("proposer", ["draft", "reduced draft", "skip", "4 bits, skip"])
 @pytest.mark.parametrize("rule", RULES)
 def test_texts_follow_a_target_whose_rounds_are_in_cpp(
     native: Models, rule: str, proposer: str, setting: str, monkeypatch: pytest.MonkeyPatch
