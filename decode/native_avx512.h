@@ -1,7 +1,5 @@
 // Products by the registers of AVX-512, for CPUs without matrix units: bf16 weights become fp32 on the way.
 #pragma once
-#include <array>
-
 #include "native_matrix.h"
 
 inline int64_t grant_units() { return 0; }
@@ -41,24 +39,36 @@ inline void multiply_some(const bf16* weights, int64_t apart, int64_t num_inputs
             sums[b][m] = CHAINS == 2 ? _mm512_add_ps(of_chain[0][b][m], of_chain[1][b][m]) : of_chain[0][b][m];
 }
 
-// Bytes of 16 outputs, 4 inputs each, as 16 bits: inputs 0 and 2, and 1 and 3.
-inline void widen(__m512i bytes, __m512i& even, __m512i& odd) {
-    even = _mm512_srai_epi16(_mm512_slli_epi16(bytes, 8), 8);
-    odd = _mm512_srai_epi16(bytes, 8);
-}
+// 4 inputs of two blocks, as unsigned bytes: OFFSET more than the weights are.
+template <int BITS>
+constexpr int OFFSET = 1 << (BITS - 1);
 
-// 4 inputs of two blocks.
 template <int BITS>
 inline void load_quantised(const int8_t* packed, int64_t block, int64_t num_inputs, int64_t k, __m512i (&weights)[2]) {
     if constexpr (BITS == 8) {
-        weights[0] = _mm512_loadu_si512(packed + block * WIDTH * num_inputs + k * WIDTH);
-        weights[1] = _mm512_loadu_si512(packed + (block + 1) * WIDTH * num_inputs + k * WIDTH);
+        const __m512i offset = _mm512_set1_epi8(int8_t(-OFFSET<8>));  // to add it and to flip the highest bit is the same
+        for (int b = 0; b < 2; ++b)
+            weights[b] = _mm512_xor_si512(
+                _mm512_loadu_si512(packed + (block + b) * WIDTH * num_inputs + k * WIDTH), offset);
     } else {
-        const __m512i half = _mm512_set1_epi8(0x0f), eight = _mm512_set1_epi8(8);
+        const __m512i half = _mm512_set1_epi8(0x0f);
         const __m512i both = _mm512_loadu_si512(packed + block / 2 * WIDTH * num_inputs + k * WIDTH);
-        weights[0] = _mm512_sub_epi8(_mm512_and_si512(both, half), eight);
-        weights[1] = _mm512_sub_epi8(_mm512_and_si512(_mm512_srli_epi16(both, 4), half), eight);
+        weights[0] = _mm512_and_si512(both, half);
+        weights[1] = _mm512_and_si512(_mm512_srli_epi16(both, 4), half);
     }
+}
+
+// Adds to each sum its products of 4 unsigned weights with 4 signed inputs.
+inline __m512i add_products(__m512i sums, __m512i weights, __m512i inputs) {
+#ifdef __AVX512VNNI__
+    return _mm512_dpbusd_epi32(sums, weights, inputs);
+#else
+    const __m512i lower = _mm512_set1_epi16(0x00ff);
+    const __m512i of_even =
+        _mm512_madd_epi16(_mm512_and_si512(weights, lower), _mm512_srai_epi16(_mm512_slli_epi16(inputs, 8), 8));
+    const __m512i of_odd = _mm512_madd_epi16(_mm512_srli_epi16(weights, 8), _mm512_srai_epi16(inputs, 8));
+    return _mm512_add_epi32(sums, _mm512_add_epi32(of_even, of_odd));
+#endif
 }
 
 // Calls work(how many tokens, the first of them), up to MOST at a time. The number is a constant, so that their sums stay in
@@ -82,13 +92,10 @@ class Inputs {
             return;
         }
         rounded_.take(x, stride, num_tokens, size_);
-        for (auto& each : pairs_) each.resize(num_tokens * size_ / 4);
-        for (int64_t i = 0; i < num_tokens * size_; i += GROUP) {
-            __m512i even, odd;
-            widen(_mm512_loadu_si512(&rounded_.values[i]), even, odd);
-            _mm512_storeu_si512(&pairs_[0][i / 4], even);
-            _mm512_storeu_si512(&pairs_[1][i / 4], odd);
-        }
+        sums_.resize(num_tokens * size_ / GROUP);
+        for (size_t g = 0; g < sums_.size(); ++g)
+            sums_[g] = _mm512_reduce_add_epi32(add_products(_mm512_setzero_si512(), _mm512_set1_epi8(1),
+                                                            _mm512_loadu_si512(&rounded_.values[g * GROUP])));
     }
 
     // Calls take(block, token, products with that block, with the next) for blocks [begin, end), an even number.
@@ -129,21 +136,18 @@ class Inputs {
         for (auto& each : totals)
             for (__m512& total : each) total = _mm512_setzero_ps();
         for (int64_t g = 0; g < num_groups; ++g) {
-            __m512i sums[2][TOKENS];
+            __m512i sums[2][TOKENS];  // less what the offset of the weights adds
             for (auto& each : sums)
-                for (__m512i& sum : each) sum = _mm512_setzero_si512();
+                for (int m = 0; m < TOKENS; ++m)
+                    each[m] = _mm512_set1_epi32(-OFFSET<BITS> * sums_[(first + m) * num_groups + g]);
             for (int64_t k = g * GROUP; k < (g + 1) * GROUP; k += 4) {
                 __m512i weights[2];
                 load_quantised<BITS>(static_cast<const int8_t*>(matrix.packed), block, size_, k, weights);
-                for (int b = 0; b < 2; ++b) {
-                    __m512i even, odd;
-                    widen(weights[b], even, odd);
-                    for (int m = 0; m < TOKENS; ++m) {
-                        const int64_t at = ((first + m) * size_ + k) / 4;
-                        const __m512i of_even = _mm512_madd_epi16(even, _mm512_set1_epi32(pairs_[0][at]));
-                        const __m512i of_odd = _mm512_madd_epi16(odd, _mm512_set1_epi32(pairs_[1][at]));
-                        sums[b][m] = _mm512_add_epi32(sums[b][m], _mm512_add_epi32(of_even, of_odd));
-                    }
+                for (int m = 0; m < TOKENS; ++m) {
+                    int32_t inputs;
+                    std::memcpy(&inputs, &rounded_.values[(first + m) * size_ + k], sizeof inputs);
+                    for (int b = 0; b < 2; ++b)
+                        sums[b][m] = add_products(sums[b][m], weights[b], _mm512_set1_epi32(inputs));
                 }
             }
             for (int b = 0; b < 2; ++b) {
@@ -159,8 +163,8 @@ class Inputs {
 
     int64_t size_, num_tokens_;
     std::vector<float> numbers_;                // [tokens, inputs]
-    std::array<std::vector<int32_t>, 2> pairs_;  // [tokens, inputs / 4]: of 16 bits, inputs 0 and 2, 1 and 3
     Rounded rounded_;
+    std::vector<int32_t> sums_;  // [tokens, groups], of rounded inputs
 };
 
 // What a thread needs to let up to 16 queries look at one head's keys and values.

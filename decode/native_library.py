@@ -23,6 +23,7 @@ FLAGS = ["-std=c++17", "-O3", "-shared", "-fPIC", "-fopenmp", "-mfma"]
 FLAGS += [f"-mavx512{name}" for name in ("f", "bw", "vl", "dq")]
 # for CPUs with bf16 matrix units; native.cpp has another way for those without
 UNITS = ["-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mamx-int8"]
+BYTE_PRODUCTS = "-mavx512vnni"  # products of 8 bits; without, native_avx512.h makes them of 16
 INSTRUCTIONS = ("avx512_f", "avx512_bw", "avx512_vl", "avx512_dq")
 
 Address = ctypes.c_void_p
@@ -59,7 +60,8 @@ def native_library(with_units: bool = True) -> ctypes.CDLL:
             logger.info("C++ without matrix units: the system does not grant their use")
         except Unavailable as reason:  # a compiler that does not know them
             logger.info("C++ without matrix units: %s", reason)
-    return _declared(_load([*compiler, *FLAGS]))
+    bytewise = [BYTE_PRODUCTS] if has.get("avx512_vnni") else []
+    return _declared(_load([*compiler, *FLAGS, *bytewise]))
 
 
 def _declared(library: ctypes.CDLL) -> ctypes.CDLL:

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
+import decode.native_library
 from decode.cache import BufferLayer, KVCache
 from decode.llama import leave_to_transformers
 from decode.model import CachedModel
+from decode.native_library import BYTE_PRODUCTS, native_library
 from decode.native_sampling import native_available
 from decode.params import SamplingParams, SpeculationParams
 from decode.plain import PlainDecoder
@@ -99,6 +101,29 @@ def test_every_way_computes_the_same(spec: SelfDraft, tiny_llama: Build) -> None
             assert error(found, truth) < min(1.5 * error(other, truth), 0.1 * float(truth.std()))
     if native_available():
         assert CachedModel(rounded, 1, 8).fast.native is not None  # type: ignore[union-attr]
+
+
+@pytest.mark.skipif(not native_available(), reason="needs a compiler and AVX-512")
+@pytest.mark.parametrize("name", ["8 bits", "4 bits, skipping"])
+@torch.inference_mode()
+def test_products_of_bytes_are_those_of_wider_numbers(
+    name: str, tiny_llama: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a processor without matrix units, which may have instructions for bytes (VNNI) or not: bit for bit."""
+    model, has, found = tiny_llama(seed=1, **SHAPE).bfloat16(), torch.cpu.get_capabilities(), []
+    commands: list[list[str]] = []
+    kept = decode.native_library._kept
+    monkeypatch.setattr(decode.native_library, "_kept", lambda command: commands.append(command) or kept(command))
+    try:
+        for has_them in (bool(has.get("avx512_vnni")), False):
+            of_processor = has | {"amx_tile": False, "avx512_vnni": has_them}
+            monkeypatch.setattr(torch.cpu, "get_capabilities", lambda of_processor=of_processor: of_processor)
+            native_library.cache_clear()
+            found.append(one_round(copy.deepcopy(model), SPECS[name])[0])
+    finally:
+        native_library.cache_clear()
+    assert [BYTE_PRODUCTS in command for command in commands] == [bool(has.get("avx512_vnni")), False]
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
