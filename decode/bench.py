@@ -31,6 +31,8 @@ from .trace import Trace
 WARM_UP_TOKENS = 16
 # what transformers' best number of assistant tokens is found on
 SWEEP_PROMPTS = 3
+# prompts that the target answers, to stand before others
+CONTEXT_TURNS = 32
 
 BEST_ASSISTED = "transformers_assisted_best"
 
@@ -191,10 +193,6 @@ def bench(config: BenchConfig) -> list[Timing]:
         available = [text.prompt for text in SavedTexts(config.responses, decoder, config.prompts).sampled()]
     else:
         available = decoder.encode_all(prompts, settings[0])
-    if config.context_tokens:
-        available = lengthened(available, config.context_tokens)
-        for model in (decoder.target, *([decoder.draft.model] if decoder.draft else [])):
-            refuse_unsupported_cache(model, max(map(len, available)) + config.max_new_tokens)
     timed = spread(available, config.num_prompts)
     if len(timed) < 5:
         raise ValueError(f"prompts: {config.prompts} has {len(timed)} held-out prompts; a median needs 5 or more")
@@ -208,6 +206,11 @@ def bench(config: BenchConfig) -> list[Timing]:
             )
         baselines = TransformersBaselines(decoder, _stock_draft(config.pair), config.dtype)
     refuse_unwritable(config.output)
+    if config.context_tokens:
+        turns = _answered(decoder, spread(available, CONTEXT_TURNS), config.max_new_tokens)
+        timed, swept = (lengthened(each, turns, config.context_tokens) for each in (timed, swept))
+        for model in (decoder.target, *([decoder.draft.model] if decoder.draft else [])):
+            refuse_unsupported_cache(model, max(map(len, timed + swept)) + config.max_new_tokens)
     started = perf_counter()
     decoder.engine.generate_ids([timed[0]], replace(settings[0], max_new_tokens=WARM_UP_TOKENS))
     first_call = FirstCall(load_seconds, perf_counter() - started)
@@ -223,15 +226,29 @@ def bench(config: BenchConfig) -> list[Timing]:
     return timings
 
 
-def lengthened(prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
-    """Each prompt with those that follow it in the list before it, whole, until it has at least so many tokens."""
+def lengthened(prompts: list[list[int]], turns: list[list[int]], num_tokens: int) -> list[list[int]]:
+    """Each prompt with turns of a conversation before it, whole, until it has at least so many tokens.
+
+    Args:
+        prompts: token ids.
+        turns: token ids of prompts, these or others, and of their answers; a prompt is not asked twice in a row.
+        num_tokens: at least.
+    """
     longer = []
     for place, prompt in enumerate(prompts):
-        others = cycle(prompts[place + 1 :] + prompts[: place + 1])
+        others = [turn for turn in turns[place:] + turns[:place] if turn[: len(prompt)] != prompt] or turns
+        before = cycle(others)
         while len(prompt) < num_tokens:
-            prompt = next(others) + prompt
+            prompt = next(before) + prompt
         longer.append(prompt)
     return longer
+
+
+def _answered(decoder: SpeculativeDecoder, prompts: list[list[int]], max_new_tokens: int) -> list[list[int]]:
+    """Prompts with the target's answers, as a conversation has them behind it."""
+    params = SamplingParams(temperature=1.0, max_new_tokens=max_new_tokens, seed=0)
+    completions = decoder.plain.generate_ids(prompts, params)
+    return [prompt + completion.ids for prompt, completion in zip(prompts, completions, strict=True)]
 
 
 def _stock_draft(pair: str) -> str | None:

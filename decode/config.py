@@ -146,7 +146,8 @@ class BenchConfig:
         temperatures: settings to time; 0 is greedy
         top_p: for the settings above temperature 0
         max_new_tokens: length of each text at most
-        context_tokens: let other prompts of the set stand before each, until it has at least so many tokens
+        context_tokens: let other prompts of the set, answered by the target, stand before each, until it has at least
+            so many tokens
         speculation: how to draft and verify
         transformers: also time transformers with the same target weights: plain, assisted by the stock draft with its
             defaults, and assisted with the fixed number of draft tokens that serves it best

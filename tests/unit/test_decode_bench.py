@@ -68,11 +68,16 @@ def test_the_best_of_transformers_is_what_we_are_measured_against() -> None:
     assert figures["median_ratios_to_plain"]["transformers_assisted_best"] == 0.5
 
 
-def test_longer_prompts_have_others_before_them() -> None:
-    prompts = [[1, 2], [3], [4, 5, 6]]
-    assert lengthened(prompts, 4) == [[4, 5, 6, 3, 1, 2], [4, 5, 6, 3], [1, 2, 4, 5, 6]]
-    assert lengthened(prompts, 1) == prompts
-    assert lengthened([[7]], 3) == [[7, 7, 7]]
+def test_longer_prompts_have_answered_ones_before_them() -> None:
+    prompts, turns = [[1, 2], [3], [4, 5, 6]], [[1, 2, 10], [3, 11, 12], [4, 5, 6, 13]]
+    assert lengthened(prompts, turns, 5) == [
+        [3, 11, 12, 1, 2],
+        [4, 5, 6, 13, 3],
+        [1, 2, 10, 4, 5, 6],
+    ]
+    assert lengthened(prompts, turns, 9)[1] == [4, 5, 6, 13, 1, 2, 10, 4, 5, 6, 13, 3]
+    assert lengthened(prompts, turns, 1) == prompts
+    assert lengthened([[7]], [[7, 8]], 4) == [[7, 8, 7, 8, 7]]  # where there is no other
 
 
 def test_weights_read_for_a_token() -> None:
