@@ -2,8 +2,14 @@
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from .provenance import provenance
 
 
 def refuse_unwritable(output: str | None) -> None:
@@ -21,6 +27,16 @@ def refuse_unwritable(output: str | None) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if not os.access(path.parent, os.W_OK):
         raise PermissionError(13, "cannot be written to", str(path.parent))
+
+
+def circumstances(model: PreTrainedModel, config: Mapping[str, Any]) -> dict[str, Any]:
+    """How a result was found, to stand in it: dtype, device, threads, and the configuration's provenance."""
+    return {
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": str(model.device),
+        "num_threads": torch.get_num_threads(),
+        "provenance": provenance(config),
+    }
 
 
 def write_json(path: Path, content: Any) -> None:
