@@ -188,6 +188,33 @@ class BenchConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReportConfig:
+    """Show what evaluate and bench found as one HTML page: plots, tables, and texts with p and q of each token.
+
+    Args:
+        result: what `spec-decode evaluate --output` wrote; or a pair's folder, which keeps the same but for the texts
+        compare: more of these, to stand beside it, such as those of other pairs, or of this one before distillation
+        bench: what `spec-decode bench --output` wrote
+        output: the page to write, which is one file and needs no network
+    """
+
+    result: str | None = None
+    compare: list[str] = field(default_factory=list)
+    bench: str | None = None
+    output: str = "report.html"
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for what cannot be meant."""
+        if not self.results:
+            raise ValueError("result: none given; use --result FILE, or --compare FILE FILE to see several")
+
+    @property
+    def results(self) -> list[str]:
+        """All to be shown, in order."""
+        return ([] if self.result is None else [self.result]) + self.compare
+
+
+@dataclass(frozen=True, kw_only=True)
 class ProveConfig:
     """Show that a pair's text is its target's: greedy texts, sampled distribution, acceptance; exits with 1 if not.
 

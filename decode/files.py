@@ -40,8 +40,13 @@ def circumstances(model: PreTrainedModel, config: Mapping[str, Any]) -> dict[str
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a JSON file in one step, so that a reader sees the old one or the new one; makes its folder."""
+    """Write a JSON file as `write_text` does."""
+    write_text(path, json.dumps(content, indent=2) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file in one step, so that a reader sees the old one or the new one; makes its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.partial")
-    temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)

@@ -22,6 +22,7 @@ def name_of(sampling: SamplingParams) -> str:
     parts = [f"T={sampling.temperature:g}"]
     parts += [f"top-k {sampling.top_k}"] if sampling.top_k else []
     parts += [f"top-p {sampling.top_p:g}"] if sampling.top_p < 1 else []
+    parts += [f"min-p {sampling.min_p:g}"] if sampling.min_p else []
     return ", ".join(parts)
 
 
