@@ -159,7 +159,8 @@ def _plot(
         onto(axes)
         handles, labels = axes.get_legend_handles_labels()
         if len(labels) > 1:
-            num_columns = 3 if max(map(len, labels)) < 14 else 1
+            longest = max(map(len, labels))
+            num_columns = 3 if longest < 14 else 2 if longest < 25 else 1
             figure.legend(handles, labels, loc="outside lower left", ncols=num_columns)
         file = io.StringIO()
         figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))

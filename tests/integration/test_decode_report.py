@@ -307,6 +307,7 @@ def test_a_pair_shows_what_was_measured_of_it_but_texts(folder: Path) -> None:
         (["--result", "good.json", "--bench", "good.json"], "bench good.json: is not what `spec-decode bench` writes"),
         (["--compare", *(f"{number}.json" for number in range(9))], "compare: with all their settings, these are 9"),
         (["--result", "good.json", "--output", "folder"], "output folder: is a folder"),
+        (["--result", "good.json", "--compare"], "argument --compare/--compare+: expected one argument"),
     ],
 )
 def test_what_cannot_be_shown_is_a_line(
@@ -378,6 +379,10 @@ class Browser:
         found = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
+
+    def settle(self) -> None:
+        """Wait until what happened is on the screen, where the mouse and fingers meet it."""
+        self.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(0))))")
 
     def show(self, width: int, scheme: str) -> None:
         self.call(
@@ -496,13 +501,16 @@ def test_a_token_tells_p_and_q_when_pointed_at_or_gone_to(page: Path, browser: B
     token = "document.querySelector('[role=note]')"
     assert browser.evaluate(tip.format(0)) == "none"
     browser.evaluate(f"{token}.scrollIntoView({{block: 'center'}})")
+    browser.settle()
     left, top = browser.evaluate(f"(r => [r.left + 5, r.top + 8])({token}.getBoundingClientRect())")
     browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=left, y=top)
+    browser.settle()
     assert browser.evaluate(tip.format(0)) == told
     browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=1, y=1)
+    browser.settle()
     assert browser.evaluate(tip.format(0)) == "none"
     if width < 500:
-        browser.evaluate("{ window.tapped = new Promise(done => addEventListener('focusin', () => done(true))) }")
+        browser.evaluate("window.tapped = new Promise(done => addEventListener('focusin', () => done(true))); 0")
         for kind, fingers in (("touchStart", [{"x": left, "y": top}]), ("touchEnd", [])):
             browser.call("Input.dispatchTouchEvent", type=kind, touchPoints=fingers)
         assert browser.evaluate("tapped")
@@ -512,6 +520,7 @@ def test_a_token_tells_p_and_q_when_pointed_at_or_gone_to(page: Path, browser: B
     for _ in range(4):  # to the long one, at the end of a line
         for kind in ("keyDown", "keyUp"):
             browser.call("Input.dispatchKeyEvent", type=kind, key="Tab", code="Tab", windowsVirtualKeyCode=9)
+    browser.settle()
     assert browser.evaluate(tip.format(0)) == "none"
     assert "p 0.125, q 0.000" in browser.evaluate(tip.format(4))
     assert browser.evaluate("document.documentElement.scrollWidth") <= width
