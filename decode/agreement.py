@@ -1,5 +1,7 @@
 """How well p and q agree on the target's text: sums over its tokens, from one pass of each model."""
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -29,6 +31,33 @@ def name_of_range(number: int) -> str:
 @torch.inference_mode()
 def sums_on_text(decoder: SpeculativeDecoder, text: Text, params: SamplingParams) -> list[list[float]]:
     """By range of positions, the number of tokens and the sum of each of QUANTITIES over them; see `agreement`."""
+    found = [agreement(p, q, token_ids) for p, q, token_ids in _distributions(decoder, text, params)]
+    of_tokens = torch.cat(found).double().cpu().numpy()
+    ranges = [range_of(position) for position in range(len(of_tokens))]
+    sums = np.zeros((ranges[-1] + 1, 1 + len(QUANTITIES)))
+    np.add.at(sums, ranges, np.column_stack([np.ones(len(of_tokens)), of_tokens]))
+    return sums.tolist()
+
+
+@torch.inference_mode()
+def probabilities_on_text(
+    decoder: SpeculativeDecoder, text: Text, params: SamplingParams
+) -> tuple[list[float], list[float]]:
+    """p and q of each token of the answer, after what stands before it."""
+    answer = torch.tensor(text.ids[text.start :], device=decoder.target.device)
+    of_p, of_q = [], []
+    chunks = _distributions(decoder, text, params)
+    for tokens, (p, q, token_ids) in zip(torch.split(answer, CHUNK_TOKENS), chunks, strict=True):
+        of_p.append(p.gather(1, tokens[:, None])[:, 0])
+        columns = torch.arange(q.shape[1], device=q.device) if token_ids is None else token_ids
+        of_q.append(torch.where(columns == tokens[:, None], q, 0.0).sum(dim=-1))
+    return torch.cat(of_p).tolist(), torch.cat(of_q).tolist()
+
+
+def _distributions(
+    decoder: SpeculativeDecoder, text: Text, params: SamplingParams
+) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+    """p and q at the answer's positions, CHUNK_TOKENS at a time, and the token ids of q's columns; see `agreement`."""
     assert decoder.draft is not None
     tokens = torch.tensor([text.ids[:-1]], device=decoder.target.device)
     target = CachedModel(decoder.target, 1, len(text.ids))  # p by the passes that decoding makes
@@ -39,15 +68,9 @@ def sums_on_text(decoder: SpeculativeDecoder, text: Text, params: SamplingParams
     if token_ids is not None:
         token_ids = token_ids.to(p_logits.device)
     warped = (params.temperature, params.top_k, params.top_p, params.min_p)
-    found = []
     for p_chunk, q_chunk in zip(torch.split(p_logits, CHUNK_TOKENS), torch.split(q_logits, CHUNK_TOKENS), strict=True):
         p, q = next_token_distribution(p_chunk, *warped), next_token_distribution(q_chunk.to(p_chunk.device), *warped)
-        found.append(agreement(p, q, token_ids))
-    of_tokens = torch.cat(found).double().cpu().numpy()
-    ranges = [range_of(position) for position in range(len(of_tokens))]
-    sums = np.zeros((ranges[-1] + 1, 1 + len(QUANTITIES)))
-    np.add.at(sums, ranges, np.column_stack([np.ones(len(of_tokens)), of_tokens]))
-    return sums.tolist()
+        yield p, q, token_ids
 
 
 def agreement(p: Tensor, q: Tensor, token_ids: Tensor | None) -> Tensor:

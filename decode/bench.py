@@ -16,7 +16,7 @@ from .clock import ForwardClock
 from .config import BenchConfig
 from .costs import Costs, measure_costs
 from .decoder import SpeculativeDecoder
-from .files import refuse_unwritable, write_json
+from .files import circumstances, refuse_unwritable, write_json
 from .heldout import SavedTexts, heldout_prompts, spread
 from .latency import Arrivals, Latency, OnTokens, Run, Spread
 from .memory import Memory, PeakMemory
@@ -24,7 +24,6 @@ from .model import refuse_unsupported_cache
 from .pair import Pair
 from .params import SamplingParams
 from .progress import ProgressBar
-from .provenance import provenance
 from .roofline import Roofline, Weights, measure_roofline
 from .trace import Trace
 
@@ -222,7 +221,8 @@ def bench(config: BenchConfig) -> list[Timing]:
             for params in settings
         ]
     if config.output:
-        write_json(Path(config.output), _report(config, decoder, timings))
+        found = {"timings": [timing.figures() for timing in timings]}
+        write_json(Path(config.output), found | circumstances(decoder.target, asdict(config)))
     return timings
 
 
@@ -262,16 +262,6 @@ def _stock_draft(pair: str) -> str | None:
 def _draft_model(decoder: SpeculativeDecoder) -> PreTrainedModel | None:
     """What drafts; None where lookup alone does, whatever was loaded beside it."""
     return decoder.draft.model if decoder.draft and decoder.engine.speculation.proposer != "lookup" else None
-
-
-def _report(config: BenchConfig, decoder: SpeculativeDecoder, timings: list[Timing]) -> dict[str, Any]:
-    return {
-        "timings": [timing.figures() for timing in timings],
-        "dtype": str(decoder.target.dtype).removeprefix("torch."),
-        "device": str(decoder.target.device),
-        "num_threads": torch.get_num_threads(),
-        "provenance": provenance(asdict(config)),
-    }
 
 
 def _time(

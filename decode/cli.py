@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from .config import BenchConfig, EvaluateConfig, ExportConfig, GenerateConfig, ProveConfig
+from .config import BenchConfig, EvaluateConfig, ExportConfig, GenerateConfig, ProveConfig, ReportConfig
 from .console import run_commands
 
 PROGRAM = "spec-decode"
@@ -36,6 +36,12 @@ def _bench(config: BenchConfig) -> None:
     print(bench_tables(bench(config)))
 
 
+def _report(config: ReportConfig) -> None:
+    from .report import report
+
+    report(config)
+
+
 def _prove(config: ProveConfig) -> None:
     from rich import print
 
@@ -63,6 +69,7 @@ COMMANDS: dict[str, tuple[type, Callable[[Any], None], str]] = {
     "generate": (GenerateConfig, _generate, "answer prompts"),
     "evaluate": (EvaluateConfig, _evaluate, "measure how often the target accepts the draft"),
     "bench": (BenchConfig, _bench, "time plain against speculative decoding"),
+    "report": (ReportConfig, _report, "show what these two found as a page with plots"),
     "prove": (ProveConfig, _prove, "show that its text is the target's"),
     "export": (ExportConfig, _export, "write the draft for another engine"),
 }

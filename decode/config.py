@@ -84,6 +84,8 @@ class EvaluateConfig:
         num_decoded_prompts: prompts decoded speculatively to count acceptance; alpha is computed on all
         num_timed_prompts: prompts decoded one by one, plainly and speculatively with the best number of draft tokens,
             to measure the speedup; 0 measures none
+        num_samples: of the prompts decoded speculatively, how many are kept with their texts, and with p and q of each
+            token, for `spec-decode report`
         output: JSON file for all figures; until it is there, what is finished is kept beside it, and the same command
             goes on from that
         dtype: of both models; auto keeps each checkpoint's
@@ -99,6 +101,7 @@ class EvaluateConfig:
     batch_size: int = 16
     num_decoded_prompts: int = 32
     num_timed_prompts: int = 5
+    num_samples: int = 3
     output: str | None = None
     dtype: Dtype = "auto"
 
@@ -111,6 +114,8 @@ class EvaluateConfig:
             raise ValueError(
                 f"num_timed_prompts: {self.num_timed_prompts} is too few for a median; give 5 or more, or 0 for none"
             )
+        if self.num_samples < 0:
+            raise ValueError(f"num_samples: {self.num_samples} is not possible; give 0 or more")
         for params in self.settings:
             if params.has_penalties:
                 raise ValueError("sampling: alpha is measured without penalties, biases and bad words; leave them out")
@@ -181,6 +186,33 @@ class BenchConfig:
             raise ValueError("temperatures: is empty; give some, such as [0, 1]")
         if self.context_tokens < 0:
             raise ValueError(f"context_tokens: {self.context_tokens} is not possible; give 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportConfig:
+    """Show what evaluate and bench found as one HTML page: plots, tables, and texts with p and q of each token.
+
+    Args:
+        result: what `spec-decode evaluate --output` wrote; or a pair's folder, which keeps the same but for the texts
+        compare: more of these, to stand beside it, such as those of other pairs, or of this one before distillation
+        bench: what `spec-decode bench --output` wrote
+        output: the page to write, which is one file and needs no network
+    """
+
+    result: str | None = None
+    compare: list[str] = field(default_factory=list)
+    bench: str | None = None
+    output: str = "report.html"
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for what cannot be meant."""
+        if not self.results:
+            raise ValueError("result: none given; use --result FILE, or --compare FILE FILE to see several")
+
+    @property
+    def results(self) -> list[str]:
+        """All to be shown, in order."""
+        return ([] if self.result is None else [self.result]) + self.compare
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from .params import SamplingParams
 from .proposer import Proposal
 from .sampler import BatchSampler
 from .speculative import SpeculativeEngine
-from .trace import Trace
+from .trace import Seconds, Trace
 
 WARM_UP_TOKENS = 16
 
@@ -154,8 +154,10 @@ def measure_costs(
 
 def measure_speedups(
     decoder: SpeculativeDecoder, prompts: list[list[int]], params: SamplingParams, num_draft_tokens: int
-) -> list[float]:
+) -> tuple[list[float], Seconds]:
     """Tokens per second of speculative over plain decoding, of each prompt by itself; the two take turns.
+
+    And what the time of the speculative rounds went to.
 
     Args:
         decoder: whose target and proposer are timed.
@@ -168,16 +170,18 @@ def measure_speedups(
     proposer, stop_ids = decoder.engine.proposer, decoder.engine.stop_ids
     speculative = SpeculativeEngine(decoder.target, proposer, speculation, stop_ids, decoder.tokenizer)
 
-    def tokens_per_second(engine: SpeculativeEngine, prompt: list[int], params: SamplingParams = params) -> float:
+    def timed(engine: SpeculativeEngine, prompt: list[int], params: SamplingParams = params) -> tuple[float, Seconds]:
         started = perf_counter()
-        (completion,), _ = engine.generate_ids([prompt], params)
-        return len(completion.ids) / (perf_counter() - started)
+        (completion,), (trace,) = engine.generate_ids([prompt], params)
+        return len(completion.ids) / (perf_counter() - started), trace.seconds
 
     for engine in (plain, speculative):
-        tokens_per_second(engine, prompts[0], replace(params, max_new_tokens=WARM_UP_TOKENS, min_new_tokens=0))
-    ratios = []
+        timed(engine, prompts[0], replace(params, max_new_tokens=WARM_UP_TOKENS, min_new_tokens=0))
+    ratios, seconds = [], Seconds()
     for number, prompt in enumerate(prompts):
         turns = [plain, speculative][:: -1 if number % 2 else 1]  # neither always finds what the other left in caches
-        speeds = {id(engine): tokens_per_second(engine, prompt) for engine in turns}
-        ratios.append(speeds[id(speculative)] / speeds[id(plain)])
-    return ratios
+        found = {id(engine): timed(engine, prompt) for engine in turns}
+        tokens_per_second, spent = found[id(speculative)]
+        ratios.append(tokens_per_second / found[id(plain)][0])
+        seconds += spent
+    return ratios, seconds

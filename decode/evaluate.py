@@ -11,18 +11,19 @@ from statistics import median
 from typing import Any, TypeVar
 
 from . import figures
-from .agreement import range_of, sums_on_text
+from .agreement import probabilities_on_text, range_of, sums_on_text
+from .completion import Completion
 from .config import EvaluateConfig
 from .costs import measure_costs, measure_speedups
 from .decoder import SpeculativeDecoder
-from .figures import Evaluation
-from .files import refuse_unwritable, write_json
+from .figures import Evaluation, Sample
+from .files import circumstances, refuse_unwritable, write_json
 from .heldout import SavedTexts, Text, heldout_prompts, spread
 from .pair import Pair, refuse_other_target
 from .params import SamplingParams, SpeculationParams
 from .progress import ProgressBar
 from .shared_work import SharedWork, processes
-from .trace import Round, Trace
+from .trace import Round, Seconds, Trace
 
 logger = logging.getLogger(__name__)
 
@@ -117,17 +118,21 @@ def _evaluate(
 
     def rounds(batch: list[tuple[int, Text]], _: ProgressBar) -> list[Any]:
         places, chosen = zip(*batch, strict=True)
-        traces = decoder.engine.generate_ids([text.prompt for text in chosen], params, list(places))[1]
-        return [trace.rounds for trace in traces]
+        completions, traces = decoder.engine.generate_ids([text.prompt for text in chosen], params, list(places))
+        return [
+            (trace.rounds, _sample(decoder, completion, text.category) if place in sampled else None)
+            for place, text, completion, trace in zip(places, chosen, completions, traces, strict=True)
+        ]
 
     num_ranges, gamma = range_of(params.max_new_tokens - 1) + 1, decoder.engine.speculation.num_draft_tokens
     assert gamma is not None
     found = work.results(f"{name} alpha", "alpha", [[text] for text in texts], sums)
     of_texts = figures.padded(found, num_ranges)
     decoded = spread(texts, config.num_decoded_prompts)
+    sampled = spread(list(range(len(decoded))), config.num_samples)
     batches = _batches(list(enumerate(decoded)), config.batch_size)
     found = work.results(f"{name} rounds", "speculative decoding", batches, rounds)
-    traces = [Trace([Round(*each) for each in of_prompt]) for of_prompt in found]
+    traces = [Trace([Round(*each) for each in of_prompt]) for of_prompt, _ in found]
     passes = figures.padded([figures.passes_by_range(trace) for trace in traces], num_ranges)
     of_rounds = figures.of_rounds(traces, gamma)
     betas = of_rounds["betas"]
@@ -135,22 +140,41 @@ def _evaluate(
     best = costs.best_num_draft_tokens(betas)
     count = config.num_timed_prompts
     timed = list(islice(cycle(spread([text.prompt for text in texts], count)), count)) if count else []
-    speedups = work.on_main(lambda: measure_speedups(decoder, timed, params, best) if timed else [])
+    speedups, seconds = work.on_main(
+        lambda: measure_speedups(decoder, timed, params, best) if timed else ([], Seconds())
+    )
     categories, of_decoded = ([text.category for text in chosen] for chosen in (texts, decoded))
     return Evaluation(
         **figures.means(of_texts, passes),
         **of_rounds,
         prompts=config.prompts,
         sampling=params,
-        by_category=figures.by_category(of_texts, categories, passes, of_decoded),
+        by_category=figures.by_category(of_texts, categories, passes, traces, of_decoded),
         by_position=figures.by_position(of_texts, passes),
         num_draft_tokens=gamma,
         costs=costs,
         predicted_speedup=[costs.predicted_speedup(betas, number) for number in range(1, len(costs.target_pass))],
+        predicted_speedup_intervals=figures.predicted_speedup_intervals(traces, costs),
         best_num_draft_tokens=best,
         measured_speedups=speedups,
         measured_speedup=median(speedups) if speedups else None,
+        measured_seconds=seconds,
+        samples=[Sample(**sample) for _, sample in found if sample],
     )
+
+
+def _sample(decoder: SpeculativeDecoder, completion: Completion, category: str | None) -> dict[str, Any]:
+    """The fields of `Sample`."""
+    text = Text(completion.sequence, len(completion.prompt))
+    p, q = probabilities_on_text(decoder, text, completion.params)
+    return {
+        "prompt": decoder.tokenizer.decode(completion.prompt),
+        "category": category,
+        "pieces": completion.pieces,
+        "provenance": completion.provenance,
+        "p": p,
+        "q": q,
+    }
 
 
 def _answered(
@@ -197,10 +221,11 @@ def _fingerprint(config: EvaluateConfig, decoder: SpeculativeDecoder, settings: 
 
 
 def _record(results: Sequence[Evaluation], config: EvaluateConfig, decoder: SpeculativeDecoder) -> None:
-    """All settings go into the output, the first one's figures at its top; and those into the pair."""
+    """All settings go into the output, the first one's figures at its top; and those into the pair, without texts."""
     found = [result.as_json() for result in results]
+    first = found[0] | circumstances(decoder.target, asdict(config))
     if config.output:
-        write_json(Path(config.output), found[0] | ({"settings": found} if len(found) > 1 else {}))
+        write_json(Path(config.output), first | ({"settings": found} if len(found) > 1 else {}))
     folder = Path(config.pair)
     pair = Pair.load(folder)
     try:
@@ -208,7 +233,7 @@ def _record(results: Sequence[Evaluation], config: EvaluateConfig, decoder: Spec
     except ValueError as error:
         logger.info("not recorded in pair.json: %s", error)
         return
-    pair.measured = found[0]
+    pair.measured = first | {"samples": []}  # a pair is handed on, whatever the prompts say
     if config.num_draft_tokens is None:
         pair.num_draft_tokens = results[0].best_num_draft_tokens
     pair.save(folder)

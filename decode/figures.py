@@ -1,15 +1,16 @@
 """What an evaluation reports: means over texts, counts of rounds, and intervals of both over prompts."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import compress
 from typing import Any
 
 import numpy as np
 
 from .agreement import QUANTITIES, name_of_range, range_of
 from .costs import Costs
-from .params import SamplingParams
-from .trace import Trace
+from .params import Provenance, SamplingParams
+from .trace import Seconds, Trace
 
 Interval = tuple[float, float]
 
@@ -47,6 +48,39 @@ class Figures:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Category(Figures):
+    """`Figures` of the prompts of a category, and what was counted in the rounds of those that were decoded.
+
+    Attributes:
+        betas, betas_intervals, counts: as in `Evaluation`; no betas where none was decoded.
+    """
+
+    betas: list[float]
+    betas_intervals: list[Interval]
+    counts: dict[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """A text that was decoded while counting, token by token.
+
+    Attributes:
+        prompt: as the models read it, special tokens included.
+        category: of the prompt, if it has one.
+        pieces: the text that each token of the answer added.
+        provenance: where each came from.
+        p, q: of each, after all processing and what stands before it.
+    """
+
+    prompt: str
+    category: str | None
+    pieces: list[str]
+    provenance: list[Provenance]
+    p: list[float]
+    q: list[float]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Evaluation(Figures):
     """What `evaluate` found at one setting: `Figures` of all texts, and more.
 
@@ -63,14 +97,16 @@ class Evaluation(Figures):
             prompts.
         accepted_lengths: how many rounds accepted 0, 1, 2, … drafted tokens; shares of all rounds with their intervals.
         costs: measured here.
-        predicted_speedup: by num_draft_tokens, from 1.
+        predicted_speedup: by num_draft_tokens, from 1; their intervals are those of acceptance, with costs as measured.
         best_num_draft_tokens: for which that is largest.
         measured_speedups: with so many, over plain decoding, of each prompt that was timed; their median.
+        measured_seconds: of the rounds in which they were measured.
+        samples: a few of the texts decoded while counting.
     """
 
     prompts: str
     sampling: SamplingParams
-    by_category: dict[str, Figures]
+    by_category: dict[str, Category]
     by_position: dict[str, Figures]
     num_draft_tokens: int
     betas: list[float]
@@ -83,12 +119,33 @@ class Evaluation(Figures):
     accepted_length_intervals: list[Interval]
     costs: Costs
     predicted_speedup: list[float]
+    predicted_speedup_intervals: list[Interval]
     best_num_draft_tokens: int
     measured_speedups: list[float]
     measured_speedup: float | None
+    measured_seconds: Seconds
+    samples: list[Sample]
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
+
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> "Evaluation":
+        """What `as_json` gave, whatever stands beside it.
+
+        Raises:
+            KeyError, TypeError, ValueError: `found` is something else.
+        """
+        result = cls(**{field.name: found[field.name] for field in fields(cls)})
+        return replace(
+            result,
+            sampling=SamplingParams(**found["sampling"]),
+            costs=Costs(**found["costs"]),
+            by_category={name: Category(**part) for name, part in found["by_category"].items()},
+            by_position={name: Figures(**part) for name, part in found["by_position"].items()},
+            measured_seconds=Seconds(**found["measured_seconds"]),
+            samples=[Sample(**each) for each in found["samples"]],
+        )
 
 
 def bootstrap_interval(numerators: np.ndarray, denominators: np.ndarray, seed: int = 0) -> Interval:
@@ -98,10 +155,18 @@ def bootstrap_interval(numerators: np.ndarray, denominators: np.ndarray, seed: i
         numerators, denominators: one entry per prompt; resampled together, 2,000 times.
         seed: of the resampling.
     """
-    rows = np.random.default_rng(seed).integers(len(numerators), size=(2000, len(numerators)))
+    rows = _drawn_anew(len(numerators), seed)
     with np.errstate(invalid="ignore"):
-        ratios = numerators[rows].sum(axis=1) / denominators[rows].sum(axis=1)
-    low, high = np.nanpercentile(ratios, [2.5, 97.5])
+        return _interval(numerators[rows].sum(axis=1) / denominators[rows].sum(axis=1))
+
+
+def _drawn_anew(num_prompts: int, seed: int = 0) -> np.ndarray:
+    """Places of prompts, [2000, num_prompts]."""
+    return np.random.default_rng(seed).integers(num_prompts, size=(2000, num_prompts))
+
+
+def _interval(values: np.ndarray) -> Interval:
+    low, high = np.nanpercentile(values, [2.5, 97.5])
     return float(low), float(high)
 
 
@@ -149,18 +214,29 @@ def means(sums: np.ndarray, passes: np.ndarray) -> dict[str, Any]:
 
 
 def by_category(
-    sums: np.ndarray, categories: Sequence[str | None], passes: np.ndarray, of_passes: Sequence[str | None]
-) -> dict[str, Figures]:
+    sums: np.ndarray,
+    categories: Sequence[str | None],
+    passes: np.ndarray,
+    traces: Sequence[Trace],
+    of_decoded: Sequence[str | None],
+) -> dict[str, Category]:
     """Of each category that texts have, in the order of their first texts.
 
     Args:
         sums, passes: as for `means`.
-        categories, of_passes: of the texts of either.
+        traces: of the decoded texts.
+        categories, of_decoded: of all texts, and of those.
     """
     found = {}
     for name in dict.fromkeys(each for each in categories if each is not None):
-        here, there = (np.array([each == name for each in names]) for names in (categories, of_passes))
-        found[name] = Figures(**means(sums[here], passes[there]))
+        here, there = (np.array([each == name for each in names]) for names in (categories, of_decoded))
+        decoded = list(compress(traces, there))
+        found[name] = Category(
+            **means(sums[here], passes[there]),
+            betas=sum(decoded, Trace()).betas,
+            betas_intervals=_betas_intervals(decoded),
+            counts={count: sum(each) for count, each in _counts(decoded).items()},
+        )
     return found
 
 
@@ -177,23 +253,12 @@ def by_position(sums: np.ndarray, passes: np.ndarray) -> dict[str, Figures]:
 
 def of_rounds(traces: Sequence[Trace], num_draft_tokens: int) -> dict[str, Any]:
     """The fields of `Evaluation` that count rounds, from one trace per prompt."""
-    total = sum(traces, Trace())
-    width = len(total.betas)
-    accepted = np.array([(trace.accepted + [0] * width)[:width] for trace in traces])
-    reached = np.array([(trace.reached + [0] * width)[:width] for trace in traces])
-    betas_intervals = [bootstrap_interval(*columns) for columns in zip(accepted.T, reached.T, strict=True)]
-    counts = {
-        "target_passes": [trace.num_target_passes for trace in traces],
-        "drafted": [trace.num_drafted for trace in traces],
-        "verified": [trace.num_verified for trace in traces],
-        "accepted": [trace.num_accepted for trace in traces],
-        "committed": [trace.num_committed for trace in traces],
-    }
+    betas_intervals, counts = _betas_intervals(traces), _counts(traces)
     of_each = np.full(len(traces), 1 / len(traces))
     lengths = np.array([_accepted_lengths(trace, num_draft_tokens) for trace in traces])
     rounds = lengths.sum(axis=1)
     return {
-        "betas": total.betas,
+        "betas": sum(traces, Trace()).betas,
         "betas_intervals": betas_intervals,
         "first_position_interval": betas_intervals[0],
         "counts": {name: sum(each) for name, each in counts.items()},
@@ -201,6 +266,40 @@ def of_rounds(traces: Sequence[Trace], num_draft_tokens: int) -> dict[str, Any]:
         "accepted_lengths": lengths.sum(axis=0).tolist(),
         "accepted_length_shares": (lengths.sum(axis=0) / rounds.sum()).tolist(),
         "accepted_length_intervals": [bootstrap_interval(column, rounds) for column in lengths.T],
+    }
+
+
+def predicted_speedup_intervals(traces: Sequence[Trace], costs: Costs) -> list[Interval]:
+    """Of `Costs.predicted_speedup` at 1, 2, … draft tokens: prompts drawn anew, costs as measured."""
+    accepted, reached = (columns[:, _drawn_anew(len(traces))].sum(axis=2) for columns in _accepted_and_reached(traces))
+    numbers = range(1, len(costs.target_pass))
+    speedups = []
+    for successes, trials in zip(accepted.T, reached.T, strict=True):
+        betas = (successes[trials > 0] / trials[trials > 0]).tolist()
+        speedups.append([costs.predicted_speedup(betas, number) for number in numbers])
+    return [_interval(column) for column in np.array(speedups).T]
+
+
+def _betas_intervals(traces: Sequence[Trace]) -> list[Interval]:
+    return [bootstrap_interval(*columns) for columns in zip(*_accepted_and_reached(traces), strict=True)]
+
+
+def _accepted_and_reached(traces: Sequence[Trace]) -> tuple[np.ndarray, np.ndarray]:
+    """How often each position of a round was accepted, and reached, [positions, traces] each."""
+    width = max((len(trace.betas) for trace in traces), default=0)
+    accepted = np.array([(trace.accepted + [0] * width)[:width] for trace in traces])
+    reached = np.array([(trace.reached + [0] * width)[:width] for trace in traces])
+    return accepted.T, reached.T
+
+
+def _counts(traces: Sequence[Trace]) -> dict[str, list[int]]:
+    """Of each trace."""
+    return {
+        "target_passes": [trace.num_target_passes for trace in traces],
+        "drafted": [trace.num_drafted for trace in traces],
+        "verified": [trace.num_verified for trace in traces],
+        "accepted": [trace.num_accepted for trace in traces],
+        "committed": [trace.num_committed for trace in traces],
     }
 
 

@@ -2,8 +2,14 @@
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from .provenance import provenance
 
 
 def refuse_unwritable(output: str | None) -> None:
@@ -23,9 +29,24 @@ def refuse_unwritable(output: str | None) -> None:
         raise PermissionError(13, "cannot be written to", str(path.parent))
 
 
+def circumstances(model: PreTrainedModel, config: Mapping[str, Any]) -> dict[str, Any]:
+    """How a result was found, to stand in it: dtype, device, threads, and the configuration's provenance."""
+    return {
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": str(model.device),
+        "num_threads": torch.get_num_threads(),
+        "provenance": provenance(config),
+    }
+
+
 def write_json(path: Path, content: Any) -> None:
-    """Write a JSON file in one step, so that a reader sees the old one or the new one; makes its folder."""
+    """Write a JSON file as `write_text` does."""
+    write_text(path, json.dumps(content, indent=2) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file in one step, so that a reader sees the old one or the new one; makes its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.partial")
-    temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)

@@ -22,6 +22,7 @@ def name_of(sampling: SamplingParams) -> str:
     parts = [f"T={sampling.temperature:g}"]
     parts += [f"top-k {sampling.top_k}"] if sampling.top_k else []
     parts += [f"top-p {sampling.top_p:g}"] if sampling.top_p < 1 else []
+    parts += [f"min-p {sampling.min_p:g}"] if sampling.min_p else []
     return ", ".join(parts)
 
 
@@ -63,7 +64,13 @@ def _figures_table(result: Evaluation) -> Table:
 def _rounds_table(result: Evaluation) -> Table:
     """By number of draft tokens: acceptance of the last of them, rounds that accepted so many, costs and speedup."""
     table = Table(
-        "n", "n-th accepted", "accepted just n", "v(n+1)", "predicted", "measured", title="draft tokens a round"
+        "n",
+        "n-th accepted",
+        "accepted just n",
+        "v(n+1)",
+        "predicted",
+        "timed",
+        title="draft tokens a round, and speedup",
     )
     for number, cost in enumerate(result.costs.target_pass):
         beta = share = predicted = measured = ""
@@ -72,7 +79,8 @@ def _rounds_table(result: Evaluation) -> Table:
         if number < len(result.accepted_lengths):
             share = _with_interval(result.accepted_length_shares[number], result.accepted_length_intervals[number])
         if number:
-            predicted = f"{result.predicted_speedup[number - 1]:.2f}"
+            interval = result.predicted_speedup_intervals[number - 1]
+            predicted = _with_interval(result.predicted_speedup[number - 1], interval)
         if number == result.best_num_draft_tokens:
             predicted = f"[bold]{predicted}[/]"
             measured = f"[bold]{result.measured_speedup:.2f}[/]" if result.measured_speedup is not None else ""

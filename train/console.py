@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from itertools import pairwise
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_origin
 
 import jsonargparse
 
@@ -52,7 +52,7 @@ class Parser(jsonargparse.ArgumentParser):
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, *more: Any, **options: Any
     ) -> jsonargparse.Namespace:
-        """Also takes hyphens for underscores in names of options, and `--flag` for `--flag true`."""
+        """Also takes hyphens for underscores in names of options, `--flag` for `--flag true`, and `--list a b`."""
         given = list(sys.argv[1:] if args is None else args)
         commands = [name for action in self._actions if isinstance(action.choices, dict) for name in action.choices]
         self.command = next((word for word in given if word in commands), None)
@@ -60,7 +60,9 @@ class Parser(jsonargparse.ArgumentParser):
             self.error(
                 f"command: none is given, and the file may have sections for several; add {' or '.join(commands)}"
             )
-        return super().parse_args(list(_spelled_out(given, set(_flags(self)))), *more, **options)
+        flags = set(_options(self, _is_flag))
+        lists = {name for name in _options(self, _is_list) if not name.endswith("+")}
+        return super().parse_args(list(_spelled_out(given, flags, lists)), *more, **options)
 
     def _plain(self, message: str) -> str:
         line = KEY.sub(r"\1: ", " ".join(message.split()))
@@ -186,27 +188,42 @@ def _configure_logging() -> None:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
-def _spelled_out(args: list[str], flags: set[str]) -> Iterator[str]:
-    """Arguments as jsonargparse wants them: names with underscores, booleans with their value."""
+def _spelled_out(args: list[str], flags: set[str], lists: set[str]) -> Iterator[str]:
+    """Arguments as jsonargparse wants them: names with underscores, booleans with their value, lists item by item."""
+    items_of = None
     for argument, following in pairwise([*args, "--"]):
         name, equals, value = argument.partition("=")
         if not name.startswith("--"):
+            if items_of:
+                yield f"{items_of}+"
             yield argument
             continue
         name = "--" + name[2:].replace("-", "_")
         yield name + equals + value
         if name in flags and not equals and following.lower() not in ("true", "false"):
             yield "true"
+        # anew, and then item by item, with "+", as subcommands find them when they spell out theirs again
+        items_of = name if name in lists and not equals and not following.startswith(("[", "--")) else None
+        if items_of:
+            yield "[]"
 
 
-def _flags(parser: jsonargparse.ArgumentParser) -> Iterator[str]:
-    """Names of all boolean options of a parser and of its subcommands."""
+def _options(parser: jsonargparse.ArgumentParser, are: Callable[[Any], bool]) -> Iterator[str]:
+    """Names of the options of such a type, of a parser and of its subcommands."""
     for action in parser._actions:
-        if getattr(action, "_typehint", None) is bool:
+        if are(getattr(action, "_typehint", None)):
             yield from action.option_strings
         if isinstance(action.choices, dict):
             for subparser in action.choices.values():
-                yield from _flags(subparser)
+                yield from _options(subparser, are)
+
+
+def _is_flag(typehint: Any) -> bool:
+    return typehint is bool
+
+
+def _is_list(typehint: Any) -> bool:
+    return get_origin(typehint) is list
 
 
 def _keys(parser: jsonargparse.ArgumentParser, command: str | None) -> Iterator[str]:

@@ -24,7 +24,10 @@ from decode.params import SamplingParams
 
 ROOT = Path(__file__).parents[2]
 NUM_PROMPTS = 9
-TIMED = ("costs", "predicted_speedup", "best_num_draft_tokens", "measured_speedups", "measured_speedup")
+TIMED = (
+    *("costs", "predicted_speedup", "predicted_speedup_intervals", "best_num_draft_tokens"),
+    *("measured_speedups", "measured_speedup", "measured_seconds", "provenance"),
+)
 
 
 def evaluate_and_count(pair: str, prompts: str, output: str) -> None:

@@ -36,6 +36,7 @@ def test_commands_and_program_run(tiny_model_folder: Callable[..., Path], tmp_pa
     assert (tmp_path / "runs/my/run/pair/draft/model.safetensors").is_file()
     assert (tmp_path / "runs/my/run/costs.json").is_file()
     assert (tmp_path / "runs/my/run/parity.json").is_file()
+    assert (tmp_path / "runs/my/report.html").is_file()
     assert (tmp_path / "runs/my/export/draft/model.safetensors").is_file()
     assert (tmp_path / "runs/my/warm/model/model.safetensors").is_file()
     assert not (tmp_path / "runs/my/self/draft").exists()

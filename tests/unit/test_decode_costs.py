@@ -82,7 +82,8 @@ def test_speedups_are_of_texts_decoded_by_turns(
     monkeypatch.setattr(SpeculativeEngine, "generate_ids", noted)
     monkeypatch.setattr("decode.costs.perf_counter", lambda: now)
     prompts = [[1, 50, 60], [1, 70], [1, 80]]
-    ratios = measure_speedups(decoder, prompts, SamplingParams(max_new_tokens=17, min_new_tokens=17), 3)
+    ratios, seconds = measure_speedups(decoder, prompts, SamplingParams(max_new_tokens=17, min_new_tokens=17), 3)
     # sixteen tokens by four passes with three drafted, and the last one by a pass that drafts none
     assert ratios == [pytest.approx(17 / 5)] * 3
+    assert min(seconds.draft, seconds.verify, seconds.rest) > 0
     assert drafting == [False, True, *(False, True), *(True, False), *(False, True)]  # the first two to warm up

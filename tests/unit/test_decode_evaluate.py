@@ -24,7 +24,7 @@ from decode.evaluate import evaluate
 from decode.figures import Evaluation
 from decode.heldout import Text
 from decode.pair import Pair, save_draft_vocab
-from decode.params import SamplingParams
+from decode.params import SamplingParams, SpeculationParams
 from decode.plain import PlainDecoder
 from decode.tables import evaluation_tables, name_of
 from distill.judge import betas, expected_rounds
@@ -34,7 +34,10 @@ ModelFolder = Callable[..., Path]
 NUM_PROMPTS = 24
 CATEGORIES = ("even", "odd")
 # what the clock has a say in
-TIMED = ("costs", "predicted_speedup", "best_num_draft_tokens", "measured_speedups", "measured_speedup")
+TIMED = (
+    *("costs", "predicted_speedup", "predicted_speedup_intervals", "best_num_draft_tokens"),
+    *("measured_speedups", "measured_speedup", "measured_seconds"),
+)
 
 
 def test_block_efficiency_is_the_sum_of_products() -> None:
@@ -245,7 +248,15 @@ def test_what_is_found_is_recorded(good_pair: Path, prompt_file: Path, tmp_path:
     assert figures["alpha"] == result.alpha
     assert SamplingParams(**figures["sampling"]) == sampling
     pair = Pair.load(good_pair)
-    assert pair.measured == figures
+    assert len(figures["samples"]) == 3
+    assert pair.measured == figures | {"samples": []}  # of texts, a pair that is handed on holds none
+    assert (figures["dtype"], figures["num_threads"]) == ("float32", 1)
+    assert figures["provenance"]["hardware"]["cores"]
+    assert json.loads(json.dumps(Evaluation.from_json(figures).as_json())) == json.loads(json.dumps(result.as_json()))
+    for speedup, (low, high) in zip(result.predicted_speedup, result.predicted_speedup_intervals, strict=True):
+        assert low <= speedup <= high
+    seconds = figures["measured_seconds"]
+    assert min(seconds["draft"], seconds["verify"], seconds["rest"]) > 0
     assert pair.num_draft_tokens == result.best_num_draft_tokens == figures["best_num_draft_tokens"]
     assert max(result.predicted_speedup) == result.predicted_speedup[result.best_num_draft_tokens - 1]
     evaluate(replace(config, num_draft_tokens=1))  # a number that was asked for is not a finding
@@ -388,6 +399,40 @@ def test_what_is_counted_while_sampling_is_what_p_and_q_let_expect(
         assert low < beta < high
 
 
+@pytest.mark.parametrize("draft_vocab", [None, torch.arange(258, 1, -3)], ids=["whole", "reduced"])
+def test_samples_hold_p_and_q_of_each_of_their_tokens(
+    draft_vocab: torch.Tensor | None, good_pair: Path, prompt_file: Path, target_folder: Path
+) -> None:
+    sampling = SamplingParams(temperature=0.9, top_k=60, max_new_tokens=12, seed=1)
+    if draft_vocab is not None:
+        save_draft_vocab(good_pair, draft_vocab)
+    result = evaluated(config_for(good_pair, prompt_file, sampling, num_decoded_prompts=5, num_samples=2))
+    places, decoded = (0, 4), (0, 23)  # the first and the last of those decoded
+    speculation = SpeculationParams(num_draft_tokens=4, never_slower=False, verification="tokenwise")
+    decoder = SpeculativeDecoder.from_pretrained(None, str(good_pair), speculation)
+    target = AutoModelForCausalLM.from_pretrained(target_folder)
+    draft = AutoModelForCausalLM.from_pretrained(good_pair / "draft")
+    hidden = torch.zeros(259, dtype=torch.bool)
+    if draft_vocab is not None:
+        hidden = ~hidden.index_fill(0, draft_vocab, True)
+    rows = [json.loads(line) for line in prompt_file.read_text().splitlines()]
+    assert [sample.category for sample in result.samples] == ["even", None]
+    for sample, place, row in zip(result.samples, places, decoded, strict=True):
+        prompt = decoder.encode(rows[row]["prompt"])
+        (completion,), _ = decoder.engine.generate_ids([prompt], sampling, [place])
+        assert sample.prompt == f"<|im_start|>user\n{rows[row]['prompt']}<|im_end|>\n<|im_start|>assistant\n"
+        assert (sample.pieces, sample.provenance) == (completion.pieces, completion.provenance)
+        text = torch.tensor([prompt + completion.ids[:-1]])
+        with torch.inference_mode():
+            p, q = (model(text).logits[0, len(prompt) - 1 :].double() for model in (target, draft))
+        for found, logits in ((sample.p, p), (sample.q, q.masked_fill(hidden, -torch.inf))):
+            pairs = zip(logits, completion.ids, strict=True)
+            assert found == pytest.approx([processed(each, sampling)[token] for each, token in pairs], abs=1e-5)
+    drafted = [each for sample in result.samples for each in zip(sample.provenance, sample.p, sample.q, strict=True)]
+    assert {provenance for provenance, _, _ in drafted} >= {"accepted", "corrected"}
+    assert all(p > 0 and (q > 0 or provenance != "accepted") for provenance, p, q in drafted)
+
+
 def test_parts_of_the_texts_have_figures_of_their_own(good_pair: Path, prompt_file: Path, tmp_path: Path) -> None:
     """Those of a category are those of its prompts alone, were they the set; those of positions add up to the whole."""
     sampling = SamplingParams(max_new_tokens=40)
@@ -422,7 +467,7 @@ def test_several_settings_are_each_what_they_are_alone(good_pair: Path, prompt_f
     figures = json.loads(output.read_text())
     settings = figures.pop("settings")
     assert [each["alpha"] for each in settings] == [result.alpha for result in results]
-    assert settings[0] == figures
+    assert settings[0] == {name: value for name, value in figures.items() if name in settings[0]}
     printed = Console(width=80, file=io.StringIO())
     printed.print(evaluation_tables(results))
     assert isinstance(printed.file, io.StringIO)

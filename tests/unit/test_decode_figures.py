@@ -3,7 +3,17 @@
 import numpy as np
 import pytest
 
-from decode.figures import bootstrap_interval, by_category, by_position, means, of_rounds, padded, passes_by_range
+from decode.costs import Costs
+from decode.figures import (
+    bootstrap_interval,
+    by_category,
+    by_position,
+    means,
+    of_rounds,
+    padded,
+    passes_by_range,
+    predicted_speedup_intervals,
+)
 from decode.trace import Round, Trace
 
 # drafted, accepted, committed
@@ -81,7 +91,22 @@ def test_means_are_ratios_of_sums_over_the_texts_that_have_some() -> None:
 
 def test_a_category_may_have_no_decoded_prompt() -> None:
     sums = padded([[[2, 1.0, 0, 0, 1]], [[2, 2.0, 0, 0, 2]], [[2, 0.5, 0, 0, 0]]], 1)
-    parts = by_category(sums, ["b", None, "a"], padded([[[2, 3]]], 1), ["b"])
+    parts = by_category(sums, ["b", None, "a"], padded([[[2, 3]]], 1), [Trace([Round(2, 1, 2), Round(1, 0, 1)])], ["b"])
     assert list(parts) == ["b", "a"]
     assert (parts["b"].alpha, parts["b"].block_efficiency) == (0.5, 1.5)
     assert (parts["a"].alpha, parts["a"].block_efficiency, parts["a"].block_efficiency_interval) == (0.25, None, None)
+    assert (parts["b"].betas, parts["b"].betas_intervals) == ([0.5, 0.0], [(0.5, 0.5), (0, 0)])
+    assert parts["b"].counts == {"target_passes": 2, "drafted": 3, "verified": 3, "accepted": 1, "committed": 3}
+    assert (parts["a"].betas, parts["a"].betas_intervals, set(parts["a"].counts.values())) == ([], [], {0})
+
+
+def test_predicted_speedups_are_drawn_anew_with_the_prompts() -> None:
+    """Of two prompts, one accepts everything and the other nothing: drawn twice, either is all there is."""
+    costs = Costs(seconds_per_token=1.0, draft_step=0.5, target_pass=[1.0, 1.0, 1.5])
+    traces = [Trace([Round(2, 2, 3)] * 4), Trace([Round(2, 0, 1)] * 4)]
+    found = predicted_speedup_intervals(traces, costs)
+    assert found == [pytest.approx((1 / 1.5, 2 / 1.5)), pytest.approx((1 / 2.5, 3 / 2.5))]
+    total = sum(traces, Trace())
+    for number, (low, high) in enumerate(found, start=1):
+        assert low < costs.predicted_speedup(total.betas, number) < high
+    assert predicted_speedup_intervals(traces[:1] * 5, costs) == [(2 / 1.5, 2 / 1.5), (3 / 2.5, 3 / 2.5)]

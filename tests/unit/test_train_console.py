@@ -114,6 +114,31 @@ def test_a_correct_command_is_silent(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr() == ("", "")
 
 
+@pytest.mark.parametrize("subcommand", [False, True])
+@pytest.mark.parametrize(
+    ("arguments", "names", "numbers"),
+    [
+        (["--names", "a, b", "[c", "--numbers", "0", "-1.5"], ["a, b", "[c"], [0.0, -1.5]),
+        (["--names", "x: y", "--numbers", "[2, 3]"], ["x: y"], [2.0, 3.0]),
+        (["--names=[a, b]", "--numbers", "2"], ["a", "b"], [2.0]),
+        (["--names", "a", "--names", "b"], ["b"], [1.0]),
+        (["--names+", "a", "--names+", "b"], ["z", "a", "b"], [1.0]),
+    ],
+)
+def test_a_list_is_what_follows_its_name(
+    arguments: list[str], names: list[str], numbers: list[float], subcommand: bool
+) -> None:
+    parser = inner = Parser(prog="spec-x")
+    if subcommand:
+        parser, inner = Parser(prog="spec-x"), Parser(prog="spec-x run")
+        parser.add_subcommands().add_subcommand("run", inner)
+    inner.add_argument("--names", type=list[str], default=["z"])
+    inner.add_argument("--numbers", type=list[float], default=[1.0])
+    options = parser.parse_args([*(["run"] if subcommand else []), *arguments])
+    found = options.run if subcommand else options
+    assert (found.names, found.numbers) == (names, numbers)
+
+
 def test_help_exits_with_zero(capsys: pytest.CaptureFixture[str]) -> None:
     assert parse("--help") == 0
     assert "--inner.batch_size" in capsys.readouterr().out
