@@ -100,6 +100,12 @@ class DistillModule(nn.Module):
         self.ids = ids
         self.stops = torch.isin(ids, torch.tensor(sorted(stop_ids), dtype=torch.long, device=device))
 
+    def train(self, mode: bool = True) -> "DistillModule":
+        """The draft learns as it will draft: dropout would make the loss depend on how a batch is divided."""
+        super().train(mode)
+        self.draft.eval()
+        return self
+
     def forward(self, batch: Batch) -> StepOutput:
         """Loss and metrics summed over the tokens that are learnt, of `collate`'s batch or of branches off it."""
         return self._on_branches(batch) if self.branching else self._on_text(batch)
@@ -244,7 +250,9 @@ class DistillModule(nn.Module):
     def _likeliest_column(self, signal: Signal, tokens: slice, log_p: Tensor) -> Tensor:
         if signal.top_columns is None:
             return log_p.argmax(dim=1)
-        return signal.top_columns[tokens, 0]
+        columns = signal.top_columns[tokens]
+        known = (columns >= 0).int()  # the likeliest that the draft has; where it has none of them, no agreement
+        return columns.gather(1, known.argmax(dim=1, keepdim=True)).squeeze(1)
 
     def _sample(self, hidden: Tensor) -> Tensor:
         q = self._log_q(hidden @ self._head_rows().to(hidden.dtype).T).exp()

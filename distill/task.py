@@ -135,6 +135,12 @@ class DistillTask:
             draft = copy.deepcopy(self.module.draft)
             nn.Module.to(draft, self.dtype)
             draft.save_pretrained(folder / "draft")
+            saved = AutoModelForCausalLM.from_pretrained(folder / "draft", dtype=self.dtype).state_dict()
+            for name, weight in draft.state_dict().items():
+                if not torch.equal(saved[name], weight.to(saved[name].device)):
+                    raise ValueError(
+                        f"{folder}: {name} is not what was trained when it is read back; save it elsewhere"
+                    )
             self.tokenizer.save_pretrained(folder / "draft")
         if (token_ids := load_draft_vocab(Path(self.config.pair))) is not None:
             save_draft_vocab(folder, token_ids)

@@ -103,7 +103,8 @@ class TeacherHead(Head):
             fp32 [tokens, draft_vocab].
         """
         if log_normalizers is not None and self.temperature == 1:
-            return self._logits(hidden, self.weight_rows, self.bias_rows) - log_normalizers.unsqueeze(1)
+            with torch.autocast(hidden.device.type, enabled=False):  # as precisely as the normalisers were made
+                return self._logits(hidden, self.weight_rows, self.bias_rows) - log_normalizers.unsqueeze(1)
         log_p = (self._logits(hidden, self.weight, self.bias) / self.temperature).log_softmax(dim=-1)
         return log_p if self.token_ids is None else log_p[:, self.token_ids]
 

@@ -127,11 +127,14 @@ def _encode_messages(messages: Any, tokenizer: Any) -> tuple[list[int], list[boo
     replies = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
     if not replies:
         raise ValueError('"messages" has no turn with role "assistant" to learn')
+    if replies[0] == 0:
+        raise ValueError('"messages" begins with an answer; put what it answers before it, or leave it out')
     if not tokenizer.chat_template:
         raise ValueError('the tokenizer has no chat template; use rows with "text"')
     for message in messages:
         _string(message, "content")
     ids = _apply_template(tokenizer, messages[: replies[-1] + 1], add_generation_prompt=False)
+    special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
     mask = [False] * len(ids)
     for reply in replies:
         prompt = _apply_template(tokenizer, messages[:reply], add_generation_prompt=True)
@@ -141,7 +144,10 @@ def _encode_messages(messages: Any, tokenizer: Any) -> tuple[list[int], list[boo
                 f"message {reply + 1}: the chat template renders the prompt differently once the reply is "
                 f"there, so a loss mask would be wrong; use one reply a row, or another template"
             )
-        mask[len(prompt) : len(through)] = [True] * (len(through) - len(prompt))
+        # what the template puts behind the token that ends a turn is never drafted
+        ends = [place for place in range(len(prompt), len(through)) if through[place] in special]
+        end = max(ends, default=len(through) - 1) + 1
+        mask[len(prompt) : end] = [True] * (end - len(prompt))
     return ids, mask
 
 

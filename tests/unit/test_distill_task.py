@@ -1,12 +1,13 @@
 """What the training loop is given: how a draft is judged, what a step learns, what is left."""
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from decode.costs import Costs
 from decode.pair import Pair, load_draft_vocab
@@ -146,6 +147,29 @@ def test_all_processes_end_a_stage_by_the_loss_of_the_main_one(
         evaluated(task)  # the same each time here, which would be a plateau
     assert task.state["stage_best"] == 1.0
     assert task.state["stage_evals_without_best"] == 0
+
+
+def test_a_draft_that_is_read_back_otherwise_is_refused(
+    task: DistillTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def spoilt(self: LlamaForCausalLM, folder: Path) -> None:
+        other = copy.deepcopy(self)
+        other.model.layers[0].mlp.up_proj.weight.data.mul_(1.01)
+        save(other, folder)
+
+    save = LlamaForCausalLM.save_pretrained
+    task.save(task.module, tmp_path / "sound")
+    monkeypatch.setattr(LlamaForCausalLM, "save_pretrained", spoilt)
+    with pytest.raises(ValueError, match=r"model.layers.0.mlp.up_proj.weight is not what was trained when it is read"):
+        task.save(task.module, tmp_path / "spoilt")
+
+
+def test_dropout_of_the_draft_is_left_out(task: DistillTask) -> None:
+    dropout = torch.nn.Dropout(0.5)
+    task.module.draft.add_module("dropout", dropout)
+    task.module.train()
+    assert task.module.training
+    assert not dropout.training
 
 
 def test_what_is_saved_is_the_draft_and_the_pair(

@@ -176,6 +176,20 @@ def test_normalizers_kept_in_bfloat16_are_those_of_a_head_in_float32(
     assert (exact - normalizers).abs().max() > 0.03  # the control
 
 
+@torch.no_grad()
+def test_kept_normalizers_are_of_the_logits_made_where_passes_run_in_bfloat16(
+    tiny_llama: Callable[..., LlamaForCausalLM],
+) -> None:
+    model = tiny_llama()
+    hidden = 40 * torch.randn(50, 32)
+    head = TeacherHead(model)
+    normalizers = head.log_normalizers(hidden)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert head.log_probabilities(hidden, normalizers).logsumexp(dim=-1).abs().max() < 1e-4
+        rounded = (hidden @ model.lm_head.weight.T).float().logsumexp(dim=-1)
+    assert (rounded - normalizers).abs().max() > 0.01  # the control
+
+
 def test_kept_normalizers_are_used_at_temperature_one_only(tiny_llama: Callable[..., LlamaForCausalLM]) -> None:
     model = tiny_llama()
     hidden, wrong = torch.randn(5, 32), torch.zeros(5)

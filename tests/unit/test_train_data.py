@@ -62,15 +62,22 @@ def test_a_text_is_learnt_whole_and_ends_once(tokenizer: PreTrainedTokenizerFast
 def test_only_the_response_is_learnt(tokenizer: PreTrainedTokenizerFast) -> None:
     row = encode({"prompt": "Two?", "response": "2"}, tokenizer, 100)
     assert whole(row, tokenizer) == CHAT_TEXT
-    assert learnt(row, tokenizer) == "2<|im_end|>\n"
+    assert learnt(row, tokenizer) == "2<|im_end|>"  # the template's line break after it is never drafted
     assert row["has_prompt"]
+
+
+def test_a_turn_without_a_token_that_ends_it_is_learnt_whole(tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role[0] }}: {{ m.content }}\n{% endfor %}" + (
+        "{% if add_generation_prompt %}a: {% endif %}"
+    )
+    assert learnt(encode({"prompt": "Two?", "response": "2"}, tokenizer, 100), tokenizer) == "2\n"
 
 
 def test_every_reply_of_a_conversation_is_learnt(tokenizer: PreTrainedTokenizerFast) -> None:
     roles = ["system", "user", "assistant", "user", "assistant", "user"]
     messages = [{"role": role, "content": content} for role, content in zip(roles, "SABCDE", strict=True)]
     row = encode({"messages": messages}, tokenizer, 1000)
-    assert learnt(row, tokenizer) == "B<|im_end|>\nD<|im_end|>\n"
+    assert learnt(row, tokenizer) == "B<|im_end|>D<|im_end|>"
     # what follows the last reply is not read
     assert [c for c in whole(row, tokenizer) if c.isupper()] == list("SABCD")
 
@@ -124,7 +131,8 @@ def test_without_a_chat_template_prompts_are_refused(tokenizer: PreTrainedTokeni
         ('{"prompt": "a", "response": null}', '"response" must be a string, not NoneType'),
         ('{"messages": "a"}', '"messages" must be a list'),
         ('{"messages": [{"role": "user", "content": "a"}]}', 'no turn with role "assistant"'),
-        ('{"messages": [{"role": "assistant"}]}', '"content" must be a string'),
+        ('{"messages": [{"role": "user"}, {"role": "assistant", "content": "a"}]}', '"content" must be a string'),
+        ('{"messages": [{"role": "assistant", "content": "a"}]}', '"messages" begins with an answer'),
         ('{"input_ids": [1, 2], "response_mask": [1]}', "2 input_ids but 1 in response_mask"),
         ('{"input_ids": [], "response_mask": []}', '"input_ids" must be a list of token ids, one or more'),
         ('{"input_ids": [1.5], "response_mask": [1]}', '"input_ids" must be a list of token ids'),
@@ -210,7 +218,7 @@ def test_parquet_rows_of_every_shape(tmp_path: Path, tokenizer: PreTrainedTokeni
     assert len(pq.read_table(tmp_path / "data.parquet").to_pylist()[0]) == len(columns) + 1
     rows = read_rows(tmp_path / "data.parquet", tokenizer, 100)
     assert [whole(row, tokenizer) for row in rows[:3]] == ["one<|im_end|>", CHAT_TEXT, CHAT_TEXT]
-    assert [learnt(row, tokenizer) for row in rows[1:3]] == ["2<|im_end|>\n"] * 2
+    assert [learnt(row, tokenizer) for row in rows[1:3]] == ["2<|im_end|>"] * 2
     assert rows[3]["input_ids"].tolist() == [8, 9]
     assert [row.get("finish_reason") for row in rows] == [None, None, None, "stop"]
 

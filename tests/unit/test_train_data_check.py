@@ -226,7 +226,7 @@ def test_a_row_is_shown_with_what_is_learnt(good: Rows, check: Check, caplog: py
     with caplog.at_level("INFO"):
         check(rows, max_unlearnable_share=0.5)
     assert caplog.messages[1] == (
-        r"data: such as <|im_start|>user\nSay 1<|im_end|>\n<|im_start|>assistant\n⟦1<|im_end|>\n⟧"
+        r"data: such as <|im_start|>user\nSay 1<|im_end|>\n<|im_start|>assistant\n⟦1<|im_end|>⟧\n"
     )
 
 
@@ -248,7 +248,7 @@ def test_a_long_row_is_shown_in_part(
     shown = caplog.messages[1]
     assert len(shown) < 2000
     assert shown.startswith("data: such as <|im_start|>user\\nuuu")
-    assert shown.endswith("aaaa<|im_end|>\\n⟧…")
+    assert shown.endswith("aaaa<|im_end|>⟧…")
     assert (shown.count("⟦"), shown.count("⟧"), shown.count("…")) == (4, 4, 9)
 
 
